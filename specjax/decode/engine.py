@@ -1,0 +1,263 @@
+"""The user's object: prompts in, results out, for one target and one method.
+
+    prompts -> ids -> start -> prefill (chunks, growing buckets) -> decode (compiled loop, growing buckets) -> results
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import cache, methods
+from specjax.decode import state as states
+from specjax.decode.loop import UNBOUNDED
+from specjax.decode.programs import Programs, bucket_ladder, keep_compiled_programs
+from specjax.decode.request import GenerationStats, Result, Sampling
+from specjax.decode.state import DecodeState, Text
+from specjax.decode.target import Target
+from specjax.decode.watch import Watch
+from specjax.sampling import SamplingState
+from specjax.sharding import row_spec
+
+Prompt = str | Sequence[dict] | Sequence[int]
+SLICE = 16
+
+
+class Engine:
+    """Decodes prompts with one method.
+
+    `method` is a name of `methods`, or a (drafter, verifier) pair; `draft` the folder of its trained draft.
+    `max_context`: most tokens a text may have, prompt included (default: the target's own limit). `chunk`:
+    prompt tokens that one prefill pass takes.
+    """
+
+    def __init__(self, target: Target, method="eager", draft=None, *, max_context: int | None = None, chunk: int = 128):
+        limit = target.config.max_context
+        if max_context is not None and not 0 < max_context <= limit:
+            raise ValueError(f"max_context {max_context} is outside 1 to {limit}, the context that {target.name} was made for")
+        keep_compiled_programs()
+        self.target, self.max_context, self.chunk = target, max_context or limit, chunk
+        self.method = method if isinstance(method, str) else type(method[0]).__name__.lower()
+        self.drafter, self.verifier = methods.build(method, draft) if isinstance(method, str) else method
+        self.buckets = bucket_ladder(self.max_context, max(chunk, self.drafter.depth + 1))
+        self.programs = Programs(target, self.drafter, self.verifier, self.method, chunk, self.buckets)
+
+    def with_method(self, method, draft=None) -> "Engine":
+        """An engine for another method of the same target, sharing its parameters."""
+        return Engine(self.target, method, draft, max_context=self.max_context, chunk=self.chunk)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] = Sampling(),
+        *,
+        batch_size: int = 1,
+        stream: Callable[[int, str], None] | None = None,
+    ) -> list[Result]:
+        """Continue prompts: strings (as a user's message where the target has a chat template), message lists
+        or token id lists.
+
+        One `sampling` for all gives prompt i the seed `seed + i`. `stream(i, piece)` is called with text as it
+        comes. Raises ValueError naming the prompt if one is empty or does not fit the context.
+        """
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], (int, dict))):
+            prompts = [prompts]
+        if isinstance(batch_size, bool) or batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be 1 or more")
+        ids = [self.encode(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
+        wishes = spread(sampling, len(ids))
+        results = []
+        for first in range(0, len(ids), batch_size):
+            part = slice(first, first + batch_size)
+            piece = None if stream is None else lambda row, text, first=first: stream(first + row, text)
+            state = self.prefill(self.start(ids[part], wishes[part], batch_size))
+            results += self.finish(state, wishes[part], piece)[1]
+        return results
+
+    def encode(self, prompt: Prompt, name: str = "the prompt") -> list[int]:
+        """A prompt as token ids, checked; ValueError says what is wrong with `name`."""
+        words = self.target.tokenizer
+        if isinstance(prompt, str):
+            if not prompt.strip():
+                raise ValueError(f"{name} is empty; give it some text")
+            chat = words.has_chat_template
+            ids = words.encode_chat([{"role": "user", "content": prompt}]) if chat else words.encode(prompt)
+        elif len(prompt) and isinstance(prompt[0], dict):
+            ids = words.encode_chat(prompt)
+        else:
+            ids = [int(i) for i in prompt]
+        vocab = self.target.config.vocab_size
+        if not ids:
+            raise ValueError(f"{name} is empty; give it at least one token")
+        if bad := [i for i in ids if not 0 <= i < vocab]:
+            raise ValueError(f"{name} holds token id {bad[0]}, which is outside the vocabulary of {vocab}")
+        if len(ids) >= self.max_context:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens and the context {self.max_context}, which leaves no room for an answer; "
+                "shorten it or raise --max_context"
+            )
+        return ids
+
+    def start(self, prompts: list[list[int]], wishes: Sequence[Sampling], batch_size: int) -> DecodeState:
+        """A state whose rows are about to be prefilled; rows beyond the prompts are finished from the start."""
+        rows = -(-batch_size // self.target.mesh.shape["data"]) * self.target.mesh.shape["data"]
+        with jax.set_mesh(self.target.mesh):
+            fresh = jax.jit(self._fresh, static_argnums=0)(rows)
+        text, sampling = self._rows(prompts, wishes, rows)
+        return DecodeState(text, fresh[0], fresh[1], sampling, fresh[2])
+
+    def restart(self, state: DecodeState, prompt: list[int], wish: Sampling) -> DecodeState:
+        """One-row state -> the state before prefilling `prompt`, keeping what the cache already holds of it."""
+        held = np.asarray(state.text.tokens)[0][: int(state.cache.length[0])]
+        room = min(len(held), len(prompt) - 1)
+        differs = np.flatnonzero(held[:room] != np.array(prompt[:room]))
+        common = int(differs[0]) if len(differs) else room
+        text, sampling = self._rows([prompt], [wish], state.text.tokens.shape[0])
+        length = self._put(np.full(state.text.count.shape, common, np.int32))
+        stats = self._put(jax.tree.map(lambda x: np.zeros(x.shape, np.int32), state.stats))
+        return state.replace(text=text, sampling=sampling, stats=stats, cache=state.cache.replace(length=length))
+
+    def prefill(self, state: DecodeState) -> DecodeState:
+        """Take the prompts into the cache, chunk by chunk, and draw each row's first token."""
+        prompt, length = np.asarray(state.text.prompt), np.asarray(state.cache.length)
+        while (length < prompt).any():
+            state = self._with_room(state, int(length.max()) + self.chunk)
+            state = self.programs("prefill", state)
+            length = np.minimum(length + self.chunk, np.maximum(prompt, length))
+        return state
+
+    def decode(self, state: DecodeState, cycles: int | None = None) -> DecodeState:
+        """Cycle until all rows have finished, or for at most `cycles` cycles; moves to larger buckets as needed."""
+        overhang = self.drafter.depth + 1
+        while True:
+            state = self._with_room(state, int(np.asarray(state.cache.length).max()) + overhang)
+            state = self.programs("loop", state, np.int32(UNBOUNDED if cycles is None else cycles))
+            if cycles is not None or not np.asarray(state.text.running).any():
+                return state
+
+    def decode_on_host(self, state: DecodeState) -> DecodeState:
+        """`decode` with one dispatch per cycle: for debugging and profiles."""
+        number = 0
+        while np.asarray(state.text.running).any():
+            state = self._with_room(state, int(np.asarray(state.cache.length).max()) + self.drafter.depth + 1)
+            with jax.profiler.StepTraceAnnotation("cycle", step_num=number):
+                state = self.programs("step", state)
+            number += 1
+        return state
+
+    def finish(self, state: DecodeState, wishes: Sequence[Sampling], stream=None) -> tuple[DecodeState, list[Result]]:
+        """Decode prefilled rows to their ends; where somebody streams or gave stop strings, slice by slice."""
+        watch = Watch(self.target.tokenizer, [wish.stop for wish in wishes], stream)
+        if stream is None and not any(wish.stop for wish in wishes):
+            state = self.decode(state)
+        else:
+            state = self._stopped(state, watch)
+            while np.asarray(state.text.running)[: len(wishes)].any():
+                state = self._stopped(self.decode(state, SLICE), watch)
+        return state, [self._result(state, row, watch) for row in range(len(wishes))]
+
+    def abstract(self, batch: int, slots: int) -> DecodeState:
+        """Shapes and shardings of a state: what ahead-of-time compilation needs."""
+
+        def make():
+            kv, drafter, stats = self._fresh(batch, slots)
+            zero, key = stats.cycles, _by_rows(jnp.zeros((batch, 2), jnp.uint32))
+            tokens = _by_rows(jnp.zeros((batch, self._width), jnp.int32))
+            text = Text(tokens, zero, zero, zero, zero, tokens[:, : self._ends], zero)
+            real = zero.astype(jnp.float32)
+            return DecodeState(text, kv, drafter, SamplingState(real, zero, real, key), stats)
+
+        with jax.set_mesh(self.target.mesh):
+            return jax.eval_shape(make)
+
+    @property
+    def _width(self) -> int:
+        return self.buckets[-1] + 1
+
+    @property
+    def _ends(self) -> int:
+        return max(1, len(self.target.tokenizer.end_ids)) if self.target.tokenizer else 1
+
+    def _fresh(self, rows: int, slots: int | None = None):
+        slots = slots or self.buckets[0]
+        kv = cache.empty(self.target.config, rows, slots, self.target.dtype)
+        return kv, self.drafter.init(rows, slots), jax.tree.map(_by_rows, states.no_stats(rows, self.drafter.depth))
+
+    def _rows(self, prompts, wishes, rows: int) -> tuple[Text, SamplingState]:
+        """Host lists -> the rows' text and sampling arrays on the mesh."""
+        spare = rows - len(prompts)
+        prompts = [*prompts, *[[0]] * spare]
+        wishes = [*wishes, *[Sampling(max_new_tokens=0)] * spare]
+        length = np.array([len(p) for p in prompts], np.int32)
+        asked = length + np.array([w.max_new_tokens for w in wishes], np.int64)
+        limit = np.minimum(asked, self.max_context).astype(np.int32)
+        reason = np.where(asked > self.max_context, states.CONTEXT, states.LENGTH).astype(np.int32)
+        tokens = np.zeros((rows, self._width), np.int32)
+        ends = np.full((rows, self._ends), -1, np.int32)
+        for row, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
+            tokens[row, : len(prompt)] = prompt
+            known = self.target.tokenizer.end_ids if self.target.tokenizer and not wish.ignore_end else ()
+            ends[row, : len(known)] = known
+        finish = np.where(limit > length, states.RUNNING, states.LENGTH).astype(np.int32)
+        text = Text(tokens, length, length.copy(), limit, reason, ends, finish)
+        seeds = np.array([[0, w.seed] for w in wishes], np.uint32)
+        sampling = SamplingState(
+            np.array([w.temperature for w in wishes], np.float32),
+            np.array([w.top_k for w in wishes], np.int32),
+            np.array([w.top_p for w in wishes], np.float32),
+            seeds,
+        )
+        return self._put((text, sampling))
+
+    def _put(self, tree):
+        return jax.tree.map(lambda x: jax.device_put(x, jax.NamedSharding(self.target.mesh, row_spec(x.ndim))), tree)
+
+    def _with_room(self, state: DecodeState, slots: int) -> DecodeState:
+        """The state in the smallest bucket that has `slots` slots and is no smaller than its own."""
+        if slots <= state.cache.slots:
+            return state
+        bucket = next(size for size in self.buckets if size >= slots)
+        with jax.set_mesh(self.target.mesh):
+            return state.replace(cache=jax.jit(cache.grow, static_argnums=1)(state.cache, bucket))
+
+    def _stopped(self, state: DecodeState, watch: Watch) -> DecodeState:
+        """Show the watch each row's new tokens and end the rows in which it found a stop string."""
+        finish = np.array(state.text.finish)
+        for row in range(watch.rows):
+            if watch.see(row, self._output(state, row), done=finish[row] != states.RUNNING):
+                finish[row] = states.STOP
+        return state.replace(text=state.text.replace(finish=self._put(finish)))
+
+    def _output(self, state: DecodeState, row: int) -> list[int]:
+        start, end = int(state.text.prompt[row]), int(state.text.count[row])
+        return np.asarray(state.text.tokens)[row, start:end].tolist()
+
+    def _result(self, state: DecodeState, row: int, watch: Watch) -> Result:
+        finish = int(state.text.finish[row])
+        stats = jax.tree.map(lambda x: np.asarray(x)[row].tolist(), state.stats)
+        tokens, text = watch.clip(row, self._output(state, row))
+        return Result(
+            text=text,
+            tokens=tokens,
+            finish_reason="stop" if finish == states.STOP else "length",
+            stats=GenerationStats(
+                stats.cycles, stats.emitted, stats.drafted, stats.accepted, tuple(stats.drafted_at), tuple(stats.accepted_at)
+            ),
+            prompt_tokens=int(state.text.prompt[row]),
+            context_full=finish == states.CONTEXT,
+        )
+
+
+def _by_rows(x: jax.Array) -> jax.Array:
+    return jax.reshard(x, row_spec(x.ndim))
+
+
+def spread(sampling: Sampling | Sequence[Sampling], count: int) -> list[Sampling]:
+    """One Sampling per prompt; a single one is repeated with seeds seed, seed + 1, ..."""
+    if isinstance(sampling, Sampling):
+        return [dataclasses.replace(sampling, seed=(sampling.seed + i) % 2**32) for i in range(count)]
+    if len(sampling) != count:
+        raise ValueError(f"{len(sampling)} samplings were given for {count} prompts; give one, or one for each")
+    return list(sampling)

@@ -1,0 +1,30 @@
+"""The protocol of a drafter: how to propose tokens. Networks that it proposes with live in `models/`."""
+
+from typing import Any, Protocol
+
+import jax
+
+from specjax.sampling import SamplingState
+from specjax.trees import Draft
+
+
+class Drafter(Protocol):
+    """A frozen dataclass pytree: parameters are its leaves, everything else is static.
+
+    `blocks`: the block sizes its plan can choose, ascending; the last is the tree's size T.
+    `depth`: the deepest node; `taps`: the target features that `extend` wants (see `TargetOutput`).
+    """
+
+    blocks: tuple[int, ...]
+    depth: int
+    taps: tuple[int, ...]
+
+    def init(self, batch: int, slots: int) -> Any:
+        """State for `batch` rows, every array leading with B."""
+
+    def draft(self, state: Any, tokens: jax.Array, count: jax.Array, sampling: SamplingState) -> Draft:
+        """Propose a continuation of tokens [B, S], of which the first count [B] are the text so far."""
+
+    def extend(self, state: Any, tokens: jax.Array, features: tuple[jax.Array, ...], count: jax.Array) -> Any:
+        """Take in the first count [B] of tokens [B, P] and their target features [B, P, D]: prompt chunks and
+        accepted paths alike."""

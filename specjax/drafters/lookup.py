@@ -1,0 +1,79 @@
+"""Prompt lookup: copy what followed the last few tokens the last time they stood in the text.
+
+    text   ... the cat sat on ... the cat | sat on        best match: longest, then latest; its continuation is the
+                   ^^^^^^^        ^^^^^^^                first branch; a further branch is the best match that goes
+                   match          suffix                 on with another token
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from specjax import trees
+from specjax.trees import Draft
+
+
+@struct.dataclass
+class Lookup:
+    """n-gram lookup over prompt and output (Saxena 2023, prompt lookup decoding), several matches as a tree.
+
+    `branches`: tokens copied from each match; a single entry makes a chain. `longest` and `shortest`: the
+    n-grams that count as a match. A cycle in which no row has a match runs a one-token pass.
+    """
+
+    branches: tuple[int, ...] = struct.field(pytree_node=False, default=(5, 2))
+    longest: int = struct.field(pytree_node=False, default=4)
+    shortest: int = struct.field(pytree_node=False, default=2)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return 1, 1 + sum(self.branches)
+
+    @property
+    def depth(self) -> int:
+        return max(self.branches)
+
+    taps = ()
+
+    def init(self, batch, slots):
+        return ()
+
+    def draft(self, state, tokens, count, sampling):
+        last = jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)
+        score, following = self._matches(tokens, count)
+        proposed, known = [last], [last >= 0]
+        for length in self.branches:
+            best = jnp.argmax(score, axis=-1)[:, None]
+            found = jnp.take_along_axis(score, best, axis=1) > 0
+            spots = best + 1 + jnp.arange(length)
+            proposed.append(jnp.take_along_axis(tokens, jnp.minimum(spots, tokens.shape[1] - 1), axis=1))
+            known.append(found & (spots < count[:, None]))
+            score = jnp.where(following == jnp.take_along_axis(following, best, axis=1), 0, score)
+        tree = trees.static(trees.branches(*self.branches), jnp.concatenate(known, axis=1))
+        size = jnp.where(tree.valid[:, 1:].any(-1), self.blocks[-1], 1)
+        return Draft(tree, jnp.concatenate(proposed, axis=1), size)
+
+    def extend(self, state, tokens, features, count):
+        return state
+
+    def _matches(self, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Score every text position as the end of a match [B, S] (0: none) and say which token follows it [B, S].
+
+        Longer matches score higher, of equal ones the latest.
+        """
+        slots = jnp.arange(tokens.shape[1])
+        same, matched = jnp.ones(tokens.shape, bool), jnp.zeros(tokens.shape, jnp.int32)
+        for back in range(self.longest):
+            suffix = jnp.take_along_axis(tokens, jnp.maximum(count[:, None] - 1 - back, 0), axis=1)
+            same &= (jnp.roll(tokens, back, axis=1) == suffix) & (slots >= back)
+            matched += same
+        ends_early = slots < count[:, None] - 1
+        score = jnp.where(ends_early & (matched >= self.shortest), matched * tokens.shape[1] + slots, 0)
+        return score, jnp.roll(tokens, -1, axis=1)
+
+
+def chain(length: int) -> Lookup:
+    """Lookup that proposes one chain of `length` tokens."""
+    return dataclasses.replace(Lookup(), branches=(length,))

@@ -1,0 +1,75 @@
+"""Attention of a block of tokens over a cached prefix and over the block itself.
+
+The block is never written into the cache before it is accepted, so every query sees two key sets:
+
+    prefix: cache slots < length            (and, with a sliding window, slot > position - window)
+    block:  nodes that the mask allows      (ancestors and itself; causal in a prefill chunk)
+
+Both halves share one softmax: their maxima and sums are merged exactly.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from specjax.models.config import ModelConfig
+from specjax.models.layers import parameter, precision, project, rms_norm, rotate
+from specjax.sharding import padded, spec
+
+MASKED = -1e30
+
+
+def attend(q, k, v, cache_k, cache_v, length, positions, block_positions, mask, window=None) -> jax.Array:
+    """One softmax over cached prefix and block.
+
+    q [B, T, K, G, H] (scaled); block k, v [B, U, K, H] with U >= T; cache_k, cache_v [B, K, S, H], valid
+    below length [B]; positions [B, T] and block_positions [B, U] absolute; mask [B | 1, T, U].
+    Returns [B, T, K, G, H].
+    """
+    exact = precision(q.dtype)
+    wide = {"precision": exact, "preferred_element_type": jnp.float32}
+    slots = jnp.arange(cache_k.shape[2])
+    seen = jnp.broadcast_to((slots < length[:, None])[:, None], (*positions.shape, slots.shape[0]))
+    if window is not None:
+        seen &= slots > positions[..., None] - window
+        mask = mask & (block_positions[:, None] > positions[..., None] - window)
+    prefix = jnp.einsum("btkgh,bksh->bkgts", q, cache_k, **wide)
+    prefix = jnp.where(seen[:, None, None], prefix, MASKED)
+    block = jnp.einsum("btkgh,bukh->bkgtu", q, k, **wide)
+    block = jnp.where(mask[:, None, None], block, MASKED)
+
+    top = jnp.maximum(prefix.max(-1, keepdims=True), block.max(-1, keepdims=True))
+    prefix, block = jnp.exp(prefix - top), jnp.exp(block - top)
+    total = prefix.sum(-1) + block.sum(-1)
+    out = jnp.einsum("bkgts,bksh->btkgh", prefix.astype(v.dtype), cache_v, **wide)
+    out += jnp.einsum("bkgtu,bukh->btkgh", block.astype(v.dtype), v, **wide)
+    return (out / jnp.moveaxis(total, 3, 1)[..., None]).astype(q.dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions; q, k and v come from one fused product."""
+
+    def __init__(self, config: ModelConfig, window: int | None, *, rngs: nnx.Rngs, dtype):
+        groups, per_group = padded(config.kv_heads, "kv_heads"), config.heads // config.kv_heads
+        self.window, self.eps, self.per_group = window, config.norm_eps, per_group
+        shape = (groups, per_group + 2, config.head_dim)
+        self.qkv = parameter(rngs, (*shape, config.width), ("kv_heads", None, None, None), dtype)
+        if config.qkv_bias:
+            self.qkv_bias = nnx.Param(jnp.zeros(shape, dtype, out_sharding=spec("kv_heads", None, None)))
+        if config.qk_norm:
+            self.q_norm = nnx.Param(jnp.ones(config.head_dim, dtype))
+            self.k_norm = nnx.Param(jnp.ones(config.head_dim, dtype))
+        out_shape = (config.width, groups, per_group, config.head_dim)
+        self.out = parameter(rngs, out_shape, (None, "kv_heads", None, None), dtype)
+
+    def __call__(self, x, rope, cache_k, cache_v, length, positions, mask):
+        """x [B, T, D] -> (output [B, T, D], block k and v [B, T, K, H]); arguments as in `attend`."""
+        qkv = project(self.qkv[...], x, ("kv_heads", None, None))
+        if hasattr(self, "qkv_bias"):
+            qkv = qkv + self.qkv_bias[...]
+        q, k, v = qkv[..., : self.per_group, :], qkv[..., self.per_group, :], qkv[..., self.per_group + 1, :]
+        if hasattr(self, "q_norm"):
+            q, k = rms_norm(q, self.q_norm[...], self.eps), rms_norm(k, self.k_norm[...], self.eps)
+        q, k = rotate(q, *rope) * q.shape[-1] ** -0.5, rotate(k, *rope)
+        y = attend(q, k, v, cache_k, cache_v, length, positions, positions, mask, self.window)
+        return project(self.out[...], y, (None,)), k, v

@@ -1,0 +1,95 @@
+"""From logits to a token: temperature, top-k, top-p, and a draw whose noise is keyed by text position.
+
+The draw for position n of a request uses Gumbel noise that depends on (request key, n, token id) and on
+nothing else: not on the cycle, the tree, the batch or the padding of the vocabulary. So eager decoding
+and target-first verification of any draft draw the same token from the same seed.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from specjax.models.attention import MASKED
+
+
+@struct.dataclass
+class SamplingState:
+    """Per row [B]: `temperature` (0: greedy), `top_k` (0: off), `top_p` (1: off), `key` [B, 2] (key data)."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    key: jax.Array
+
+
+def greedy(logits: jax.Array) -> jax.Array:
+    """The most likely token of logits [..., V]; of equal ones the lowest id."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def process(logits: jax.Array, sampling: SamplingState) -> jax.Array:
+    """Logits [B, V] -> log-weights [B, V] of the law that is sampled, excluded tokens at MASKED.
+
+    Temperature, then top-k, then top-p of what is left; tokens that tie at a threshold are all kept.
+    Rows at temperature 0 come back unscaled.
+    """
+    scaled = logits / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
+    scaled = jnp.maximum(scaled - scaled.max(-1, keepdims=True), MASKED)
+
+    def top_k(scaled):
+        k = jnp.where(sampling.top_k > 0, sampling.top_k, scaled.shape[-1])
+        bound = threshold(scaled, jnp.ones_like(scaled), k.astype(jnp.float32))
+        return jnp.where(scaled >= bound[:, None], scaled, MASKED)
+
+    def top_p(scaled):
+        weights = jnp.exp(scaled)
+        bound = threshold(scaled, weights, sampling.top_p * weights.sum(-1))
+        outside = (scaled < bound[:, None]) & (sampling.top_p < 1)[:, None]
+        return jnp.where(outside, MASKED, scaled)
+
+    scaled = lax.cond((sampling.top_k > 0).any(), top_k, lambda x: x, scaled)
+    return lax.cond((sampling.top_p < 1).any(), top_p, lambda x: x, scaled)
+
+
+def threshold(values: jax.Array, weights: jax.Array, mass: jax.Array) -> jax.Array:
+    """The largest t [B] such that the weights of values [B, V] at or above t add up to `mass` [B] or more.
+
+    Bisection over the bit patterns of floats, which order like the floats themselves: 32 rounds find the
+    exact bound, at a fraction of the price of sorting a vocabulary. (Sums up to 2^24 in float32 are exact
+    for unit weights.)
+    """
+    ordered = _ordered_bits(values)
+
+    def halve(i, low):
+        bound = low | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        enough = jnp.where(ordered >= bound[:, None], weights, 0.0).sum(-1) >= mass
+        return jnp.where(enough, bound, low)
+
+    bits = lax.fori_loop(0, 32, halve, jnp.zeros(values.shape[0], jnp.uint32))
+    return _from_ordered_bits(bits)
+
+
+def draw(logits: jax.Array, sampling: SamplingState, position: jax.Array) -> jax.Array:
+    """The token [B] at text `position` [B], sampled from logits [B, V] (greedy where temperature is 0)."""
+    weights = process(logits, sampling)
+    return greedy(jnp.where((sampling.temperature > 0)[:, None], weights + gumbel(sampling.key, position, logits.shape[-1]), logits))
+
+
+def gumbel(key: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
+    """Gumbel noise [B, V] of request keys [B, 2] at text positions [B]; token i's does not depend on V."""
+
+    def row(key, position):
+        return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(key), position), (vocab,), jnp.float32)
+
+    return jax.vmap(row)(key, position)
+
+
+def _ordered_bits(x: jax.Array) -> jax.Array:
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _from_ordered_bits(bits: jax.Array) -> jax.Array:
+    bits = jnp.where(bits >> 31 == 1, bits & jnp.uint32(~(1 << 31) & 0xFFFFFFFF), ~bits)
+    return lax.bitcast_convert_type(bits, jnp.float32)
