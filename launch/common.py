@@ -14,7 +14,9 @@ from specjax import methods
 from specjax.costs import cores
 from specjax.decode.setup import Setup
 
-CONFIG = config_flags.DEFINE_config_file("config", lock_config=True, help_string="File in configs/ with a Setup's fields.")
+CONFIG = config_flags.DEFINE_config_file(
+    "config", lock_config=True, help_string="File in configs/; --config.FIELD=VALUE sets a field of it."
+)
 _WHERE_UNSET = "Unset: the config's value holds."
 OVERRIDES = {
     "target": flags.DEFINE_string("target", None, f"Hugging Face folder or .gguf file. {_WHERE_UNSET}"),
@@ -68,16 +70,23 @@ def main(function: Callable[[], None]) -> None:
 
     def run(arguments: list[str]) -> None:
         if len(arguments) > 1:
-            raise app.UsageError(f"{arguments[1]!r} is no flag; flags are spelt --name=value")
+            raise ValueError(f"{arguments[1]!r} is no flag; flags are spelt --name=value")
         function()
 
     try:
-        app.run(run)
+        app.run(run, flags_parser=_parse)
     except (ValueError, OSError) as error:
         if not isinstance(error, OSError) and not _refused_by_us(error):
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
+
+
+def _parse(arguments: list[str]) -> list[str]:
+    try:
+        return app.parse_flags_with_usage(arguments)
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"a --config.FIELD=VALUE does not fit the config ({error}); see its file") from error
 
 
 def _refused_by_us(error: Exception) -> bool:

@@ -70,26 +70,27 @@ def report(table: CostTable, target: str) -> None:
         f"floor: {table.weight_bytes / 1e6:.0f} MB of weights read once at {table.bandwidth / 1e9:.1f} GB/s: "
         f"{table.floor_ms:.1f} ms"
     )
-    print("break-even: tokens per cycle, the bonus token counted, above which such a draft is faster than eager decoding")
+    print("break-even: tokens per cycle (bonus token included) above which such a draft beats eager decoding")
     for context in table.contexts:
         print(verdict(table, context))
     if table.cycles:
         print(cycles_line(table.cycles))
 
 
-def cycles_line(figures: Mapping[str, float]) -> str:
+def cycles_line(ms: Mapping[str, float]) -> str:
     return (
-        f"eager loop: {figures['eager_ms_per_token']:.1f} ms a token, {figures['eager_over_pass']:.2f} x the bare pass; "
-        f"lookup cycle over a full block: {figures['lookup_ms_per_cycle']:.1f} ms, "
-        f"{figures['lookup_over_pass_and_draft']:.2f} x pass and draft, and sampling (top-p 0.9) "
-        f"{figures['lookup_ms_per_cycle_sampled']:.1f} ms, {figures['lookup_over_pass_and_draft_sampled']:.2f} x"
+        f"eager loop: {ms['eager_ms_per_token']:.1f} ms a token, {ms['eager_over_pass']:.2f} x the bare pass; "
+        f"lookup cycle over a full block: {ms['lookup_ms_per_cycle']:.1f} ms, "
+        f"{ms['lookup_over_pass_and_draft']:.2f} x pass and draft, and sampling (top-p 0.9) "
+        f"{ms['lookup_ms_per_cycle_sampled']:.1f} ms, {ms['lookup_over_pass_and_draft_sampled']:.2f} x"
     )
 
 
 def result_table(table: CostTable, target: str) -> Table:
     """A row per batch, context and block; the break-even is a dash where even the whole block is too few."""
     drafts = [None, *table.drafts]
-    shown = Table("batch", "context", "tokens", "ms", "x floor", *[f"break-even, {m or 'free'} draft" for m in drafts])
+    pays = [f"break-even, {method or 'free'} draft" for method in drafts]
+    shown = Table("batch", "context", "tokens", "ms", "x floor", *pays)
     shown.title = f"{target}: a target pass over so many tokens a row"
     for batch, context in itertools.product(table.batches, table.contexts):
         for block in table.blocks:
@@ -106,11 +107,11 @@ def result_table(table: CostTable, target: str) -> Table:
 def verdict(table: CostTable, context: int) -> str:
     last, most = table.last_paying_batch(context), table.batches[-1]
     if last is None:
-        return f"{context} slots: no draft can pay at any batch size measured, not even one that is free and always right."
+        return f"{context} slots: no draft can pay at any batch size measured, even if it is free and always right."
     gain = f"one that is free and always right gains {table.ceiling(last, context):.1f} x"
     if last < most:
         return f"{context} slots: above batch {last} no draft can pay; at batch {last} {gain}."
-    return f"{context} slots: a draft can still pay at batch {most}, the largest measured (see --batch_sizes): {gain}."
+    return f"{context} slots: a draft can still pay at batch {most}, the largest of --batch_sizes: {gain}."
 
 
 if __name__ == "__main__":

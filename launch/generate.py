@@ -24,7 +24,7 @@ METHOD = flags.DEFINE_string("method", "eager", "How to draft: eager, lookup, or
 DRAFT = flags.DEFINE_string("draft", None, "Folder of the trained draft; the same as --method=METHOD=DIR.")
 PROMPT = flags.DEFINE_string("prompt", None, "The user's message.")
 MESSAGES = flags.DEFINE_string(
-    "messages", None, "JSON file with a list of {role, content}, the user's last; or JSONL with {messages} on each line."
+    "messages", None, "JSON file: a list of {role, content}, the user's last; or JSONL: {messages} on each line."
 )
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.")
 TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from the k likeliest tokens; 0 is off.")
@@ -63,10 +63,10 @@ def run() -> None:
 def chosen_method() -> list[tuple[str, str | None]]:
     """--method, with --draft as the folder of its draft."""
     if DRAFT.value is not None and "=" in METHOD.value:
-        raise ValueError(f"the draft is given twice, by --method={METHOD.value} and --draft={DRAFT.value}; give it once")
+        raise ValueError(f"--method={METHOD.value} and --draft={DRAFT.value} both name a draft; give one of them")
     chosen = common.parse_methods(METHOD.value if DRAFT.value is None else f"{METHOD.value}={DRAFT.value}")
     if len(chosen) > 1:
-        raise ValueError(f"--method={METHOD.value} names {len(chosen)} methods; give one (launch.bench compares several)")
+        raise ValueError(f"--method={METHOD.value} names {len(chosen)} methods; give one, or use launch.bench")
     return chosen
 
 
@@ -113,7 +113,8 @@ def one_answer(path: Path, prompt: workloads.Prompt) -> list[dict]:
 
 
 def as_json(result: Result) -> dict:
-    names = ("cycles", "emitted", "drafted", "accepted", "tokens_per_cycle", "accepted_per_cycle", "acceptance_by_depth")
+    counts = ("cycles", "emitted", "drafted", "accepted")
+    names = (*counts, "tokens_per_cycle", "accepted_per_cycle", "acceptance_by_depth")
     stats = {name: getattr(result.stats, name) for name in names}
     return {"text": result.text, "tokens": result.tokens, "finish_reason": result.finish_reason, "stats": stats}
 
@@ -124,8 +125,8 @@ def summary(method: str, result: Result, seconds: float) -> str:
     why = "an end token or stop text" if result.finish_reason == "stop" else "the token limit"
     why = "the context limit" if result.context_full else why
     return (
-        f"{method}: {result.prompt_tokens} prompt tokens, {count} new in {seconds:.2f} s, {count / seconds:.1f} tokens/s, "
-        f"{result.stats.tokens_per_cycle:.2f} tokens per cycle, ended by {why}"
+        f"{method}: {result.prompt_tokens} prompt tokens, {count} new in {seconds:.2f} s, "
+        f"{count / seconds:.1f} tokens/s, {result.stats.tokens_per_cycle:.2f} tokens per cycle, ended by {why}"
     )
 
 

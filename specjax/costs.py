@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 SCHEMA_VERSION = 1
-HOW_TO_MEASURE = "python -m launch.costs"
+HOW_TO_MEASURE = "python -m launch.costs --config=configs/smollm2.py --out=FILE"
 
 
 def cores() -> int:
@@ -91,7 +91,7 @@ class CostTable:
     def draft_ms(self, method: str, batch: int, context: int) -> float:
         """Milliseconds of one draft. Raises ValueError if the method was not measured."""
         if method not in self.drafts:
-            raise ValueError(f"the cost table has no draft of {method!r}; measure it: {HOW_TO_MEASURE} --methods={method}")
+            raise ValueError(f"the table has no draft of {method!r}; measure it: {HOW_TO_MEASURE} --methods={method}")
         known = self.drafts[method]
         return self._between(lambda batch, context: known[batch, context], batch, context)
 
@@ -142,7 +142,7 @@ class CostTable:
     def load(cls, path: str | Path) -> "CostTable":
         """Read what `save` wrote. Raises FileNotFoundError, or ValueError if it is something else or broken."""
         if not Path(path).is_file():
-            raise FileNotFoundError(f"cost table {path} does not exist; measure one: {HOW_TO_MEASURE} --out={path}")
+            raise FileNotFoundError(f"cost table {path} does not exist; measure one: {HOW_TO_MEASURE}")
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
             version = found["schema_version"]
@@ -159,9 +159,9 @@ class CostTable:
             )
         except (ValueError, KeyError, TypeError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{path} is no cost table ({reason}); measure one: {HOW_TO_MEASURE} --out={path}") from error
+            raise ValueError(f"{path} is no cost table ({reason}); measure one: {HOW_TO_MEASURE}") from error
         if version != SCHEMA_VERSION:
-            raise ValueError(f"{path} has schema_version {version}, this program reads {SCHEMA_VERSION}; measure it again")
+            raise ValueError(f"{path} has schema_version {version}, not {SCHEMA_VERSION}; measure it again")
         return table
 
     def _between(self, at, batch: int, context: int) -> float:

@@ -23,7 +23,8 @@ HERE = {"device": "cpu", "cores": 2}
 
 
 def table(**changes) -> CostTable:
-    whole = CostTable(HERE, PASSES, DRAFTS, weight_bytes=500_000_000, bandwidth=12.5e9, cycles={"eager_over_pass": 1.02})
+    cycles = {"eager_over_pass": 1.02}
+    whole = CostTable(HERE, PASSES, DRAFTS, weight_bytes=500_000_000, bandwidth=12.5e9, cycles=cycles)
     return dataclasses.replace(whole, **changes)
 
 

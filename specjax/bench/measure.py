@@ -9,15 +9,17 @@ from tqdm import tqdm
 
 from specjax.bench import timing
 from specjax.bench.lossless import FLOAT32_BOUND, Comparison, Scorer
+from specjax.bench.passes import bytes_per_pass, read_bytes, read_jobs
 from specjax.bench.records import Batches, Cell, record, summary
 from specjax.bench.timing import measure_batch
 from specjax.bench.workloads import Prompt
 from specjax.decode.engine import Engine
 from specjax.decode.request import Sampling
+from specjax.decode.target import Target
 from specjax.telemetry import say
 from specjax.verify.target_first import TargetFirst
 
-NOISE_TEXTS = 3
+NOISE_TEXTS, FLOOR_ROUNDS = 3, 8
 OVERHEAD = 1.15  # all that is not timed over what is: copies, and decoding texts that loop once more
 
 
@@ -50,23 +52,24 @@ class Pace:
     decode: float
 
 
-def run(
-    engines: Mapping[str, Engine], prompts: Sequence[Prompt], plan: Plan, floor_ms: float | None = None
-) -> Iterator[dict]:
-    """Measure every engine against engines["eager"]; after each workload yields all so far: {"tie_bounds", "prompts",
-    "summary", "runs"}.
+def run(engines: Mapping[str, Engine], prompts: Sequence[Prompt], plan: Plan) -> Iterator[dict]:
+    """Measure every engine against engines["eager"]; after each workload yields all so far: {"environment" (what was
+    found out about it), "prompts" (the ones in use), "summary", "runs"}.
 
     Raises ValueError naming a prompt that does not fit the context, before anything is compiled.
     """
     bench = _Bench(engines, plan)
-    lengths = {prompt.id: len(bench.encode(prompt)) for prompt in prompts}
     workloads: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         workloads.setdefault(prompt.task, []).append(prompt)
+    lengths = {name: [len(bench.encode(prompt)) for prompt in group] for name, group in workloads.items()}
     started = timing.clock()
+    floor = floor_ms(engines["eager"].target)
     # Where the number of prompts follows from the time, only the first of each workload is sure to be used.
-    known = [prompt for group in workloads.values() for prompt in (group[:1] if plan.minutes else group)]
-    paces = {size: bench.warm_up(sorted(known, key=lambda p: lengths[p.id]), size) for size in plan.batch_sizes}
+    sure = {name: group[:1] if plan.minutes else group for name, group in workloads.items()}
+    known = [pair for name in sure for pair in zip(lengths[name], sure[name])]
+    ends = [choose(known, key=lambda pair: pair[0])[1] for choose in (min, max)]
+    paces = {size: bench.warm_up(*ends, size) for size in plan.batch_sizes}
     if plan.minutes:
         budget = 60 * plan.minutes - (timing.clock() - started)
         workloads = _that_fit(workloads, lengths, paces, plan, budget)
@@ -77,26 +80,43 @@ def run(
         for (batch_size, temperature), workload in itertools.product(grid, workloads):
             progress.set_postfix_str(f"{workload}, batch {batch_size}, temperature {temperature:g}")
             cells.append(bench.cell(workload, workloads[workload], batch_size, temperature, progress))
-            runs += [record(cells[-1], name, floor_ms) for name in engines]
-            ids = [prompt.id for prompt in used]
-            yield {"tie_bounds": dict(bench.bounds), "prompts": ids, "summary": summary(cells), "runs": list(runs)}
+            runs += [record(cells[-1], name, floor) for name in bench.engines]
+            means = summary(cells)
+            about = {
+                "floor_ms": floor,
+                "noise_floor": [row for row in means if row["method"] == "eager"],
+                "tie_bounds": {f"batch {size}": bound for size, bound in bench.bounds.items()},
+            }
+            yield {"environment": about, "prompts": used, "summary": means, "runs": list(runs)}
 
 
-def _that_fit(workloads, lengths: Mapping[str, int], paces: Mapping[int, Pace], plan: Plan, budget: float):
+def floor_ms(target: Target) -> float:
+    """Milliseconds that reading the parameters once takes, at the bandwidth measured now: no pass is faster."""
+    jobs = read_jobs(target).values()
+    seconds = min(job.seconds() for _ in range(FLOOR_ROUNDS) for job in jobs)
+    return 1e3 * seconds * bytes_per_pass(target) / read_bytes(target)
+
+
+def _that_fit(
+    workloads: Mapping[str, list[Prompt]],
+    lengths: Mapping[str, list[int]],
+    paces: Mapping[int, Pace],
+    plan: Plan,
+    budget: float,
+) -> dict[str, list[Prompt]]:
     """The workloads with as many prompts each as `budget` seconds allow, one at least."""
 
-    def seconds(number: int, size: int, group: Sequence[Prompt]) -> float:
+    def seconds(number: int, size: int, name: str) -> float:
         """Measuring the first `number` prompts of one workload at one batch size and temperature."""
-        total = 0.0
-        for first in range(0, min(number, len(group)), size):
-            batch = group[first : min(first + size, number)]
-            turns = len(batch[0].turns) if size == 1 else 1
-            total += paces[size].prefill * max(lengths[prompt.id] for prompt in batch)
+        total, group = 0.0, workloads[name][:number]
+        for first in range(0, len(group), size):
+            turns = len(group[first].turns) if size == 1 else 1
+            total += paces[size].prefill * max(lengths[name][:number][first : first + size])
             total += paces[size].decode * plan.max_new_tokens * turns
         return total
 
     def whole(number: int) -> float:
-        per_temperature = sum(seconds(number, size, group) for size in paces for group in workloads.values())
+        per_temperature = sum(seconds(number, size, group) for size in paces for name in workloads)
         return OVERHEAD * len(plan.temperatures) * per_temperature
 
     most = max(map(len, workloads.values()))
@@ -114,7 +134,7 @@ class _Bench:
     def __init__(self, engines: Mapping[str, Engine], plan: Plan):
         if "eager" not in engines:
             raise ValueError("every method is measured against eager: name it among the methods")
-        self._engines = {"eager": engines["eager"], **engines}
+        self.engines = {"eager": engines["eager"], **engines}
         self._plan = plan
         self._before = dict.fromkeys(engines, (0.0, 0))
         self._scorers: dict[int, Scorer] = {}
@@ -122,17 +142,19 @@ class _Bench:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """A prompt's first turn as token ids. Raises ValueError if it is too long."""
-        return self._engines["eager"].encode([*prompt.history, {"role": "user", "content": prompt.turns[0]}], prompt.id)
+        return self.engines["eager"].encode([*prompt.history, {"role": "user", "content": prompt.turns[0]}], prompt.id)
 
-    def warm_up(self, prompts: Sequence[Prompt], batch_size: int) -> Pace:
-        """Compile and run what the first of `prompts`, the shortest, and the last, the longest, need at this batch
-        size. A bucket that only another text needs is met later, and that text then is decoded again to be timed."""
-        self._before = {n: (e.programs.compile_seconds, len(e.programs)) for n, e in self._engines.items()}
+    def warm_up(self, shortest: Prompt, longest: Prompt, batch_size: int) -> Pace:
+        """Compile and run what these prompts need at this batch size.
+
+        A bucket that only another text needs is met later; that text is then decoded again to be timed.
+        """
+        self._before = {n: (e.programs.compile_seconds, len(e.programs)) for n, e in self.engines.items()}
         wish = Sampling(max_new_tokens=self._plan.max_new_tokens, ignore_end=True)
-        say(f"warming up at batch {batch_size} with the shortest prompt, {prompts[0].id}, and the longest, {prompts[-1].id}")
+        say(f"warming up at batch {batch_size} with the shortest prompt, {shortest.id}, and the longest, {longest.id}")
         short, long = (
-            measure_batch(self._engines, [prompt] * batch_size, [wish] * batch_size, batch_size, turns=1)
-            for prompt in (prompts[0], prompts[-1])
+            measure_batch(self.engines, [prompt] * batch_size, [wish] * batch_size, batch_size, turns=1)
+            for prompt in (shortest, longest)
         )
         prefill = sum(turn.prefill_seconds for (turn,) in long.values()) / len(long["eager"][0].prompts[0])
         decode = sum(sum(turn.decode_seconds) for (turn,) in short.values()) / wish.max_new_tokens
@@ -140,7 +162,7 @@ class _Bench:
 
     def cell(self, workload: str, prompts: Sequence[Prompt], batch_size: int, temperature: float, progress) -> Cell:
         """Measure one workload and compare its texts."""
-        turns: dict[str, Batches] = {name: [] for name in self._engines}
+        turns: dict[str, Batches] = {name: [] for name in self.engines}
         spoken = max(len(prompt.turns) for prompt in prompts)
         if spoken > 1 and batch_size > 1:
             say(f"{workload}: at batch {batch_size} only the first of up to {spoken} turns is decoded")
@@ -153,22 +175,22 @@ class _Bench:
                 for row in range(len(batch))
             ]
             spoken = len(batch[0].turns) if batch_size == 1 else 1
-            for name, done in measure_batch(self._engines, batch, wishes, batch_size, spoken).items():
+            for name, done in measure_batch(self.engines, batch, wishes, batch_size, spoken).items():
                 turns[name].append(done)
             progress.update(len(batch))
-        comparisons = {name: self._compare(name, prompts, turns, batch_size, temperature) for name in self._engines}
+        comparisons = {name: self._compare(name, prompts, turns, batch_size, temperature) for name in self.engines}
         compiled = {
             name: (engine.programs.compile_seconds - seconds, len(engine.programs) - count)
-            for (name, engine), (seconds, count) in zip(self._engines.items(), self._before.values(), strict=True)
+            for (name, engine), (seconds, count) in zip(self.engines.items(), self._before.values(), strict=True)
         }
         return Cell(workload, batch_size, temperature, turns, comparisons, compiled)
 
     def _compare(self, name: str, prompts, turns: Mapping[str, Batches], batch_size: int, temperature: float) -> Comparison:
         """All texts of a method against eager's first ones; nothing where the verifier promises only eager's law."""
         comparison = Comparison()
-        if temperature and not isinstance(self._engines[name].verifier, TargetFirst):
+        if temperature and not isinstance(self.engines[name].verifier, TargetFirst):
             return comparison
-        scorer = self._scorers.setdefault(batch_size, Scorer(self._engines["eager"], batch_size))
+        scorer = self._scorers.setdefault(batch_size, Scorer(self.engines["eager"], batch_size))
         bound = self._bound(scorer, batch_size, turns["eager"])
         for number, (ours, theirs) in enumerate(zip(turns[name], turns["eager"], strict=True)):
             for turn, (mine, eager) in enumerate(zip(ours, theirs, strict=True)):
@@ -186,10 +208,10 @@ class _Bench:
     def _bound(self, scorer: Scorer, batch_size: int, eager: Batches) -> float:
         """The gap of two logits under which rounding may swap them: given in float32, measured in bfloat16."""
         if batch_size not in self.bounds:
-            if self._engines["eager"].target.dtype == jnp.float32:
+            if self.engines["eager"].target.dtype == jnp.float32:
                 self.bounds[batch_size] = FLOAT32_BOUND
             else:
-                blocks = sorted({size for e in self._engines.values() for size in e.drafter.blocks if size > 1})
+                blocks = sorted({size for e in self.engines.values() for size in e.drafter.blocks if size > 1})
                 texts = [batch[0].prompts[0] + batch[0].results[0][0].tokens for batch in eager[:NOISE_TEXTS]]
                 self.bounds[batch_size] = scorer.width_noise(texts, blocks)
                 say(f"width noise at batch {batch_size} over blocks of {blocks}: {self.bounds[batch_size]:.3g} in the logits")

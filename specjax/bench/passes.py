@@ -96,7 +96,7 @@ def check_sizes(engine: Engine, batches, contexts, blocks, repeats: int) -> None
     if 1 not in blocks:
         raise ValueError(f"blocks are {', '.join(map(str, blocks))}; block 1 must be among them, the eager pass")
     if max(contexts) > engine.max_context:
-        raise ValueError(f"context {max(contexts)} is above the limit {engine.max_context}; raise --max_context or leave it out")
+        raise ValueError(f"context {max(contexts)} is above max_context {engine.max_context}; choose a smaller one")
     rows = engine.target.mesh.shape["data"]
     if odd := [batch for batch in batches if batch % rows]:
         raise ValueError(f"batch size {odd[0]} does not divide over data={rows} of the mesh; give multiples of {rows}")

@@ -5,8 +5,6 @@
                    match          suffix                 on with another token
 """
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -19,11 +17,12 @@ from specjax.trees import Draft
 class Lookup:
     """n-gram lookup over prompt and output (Saxena 2023, prompt lookup decoding), several matches as a tree.
 
-    `branches`: tokens copied from each match; a single entry makes a chain. `longest` and `shortest`: the
-    n-grams that count as a match. A cycle in which no row has a match runs a one-token pass.
+    `branches`: tokens copied from each match; a single entry makes a chain, the default because at 8 nodes and
+    at 16 no tree of several matches kept more tokens per cycle (WORKSPACE.md, Choices). `longest` and
+    `shortest`: the n-grams that count as a match. A cycle in which no row has a match runs a one-token pass.
     """
 
-    branches: tuple[int, ...] = struct.field(pytree_node=False, default=(5, 2))
+    branches: tuple[int, ...] = struct.field(pytree_node=False, default=(7,))
     longest: int = struct.field(pytree_node=False, default=4)
     shortest: int = struct.field(pytree_node=False, default=2)
 
@@ -73,7 +72,3 @@ class Lookup:
         score = jnp.where(ends_early & (matched >= self.shortest), matched * tokens.shape[1] + slots, 0)
         return score, jnp.roll(tokens, -1, axis=1)
 
-
-def chain(length: int) -> Lookup:
-    """Lookup that proposes one chain of `length` tokens."""
-    return dataclasses.replace(Lookup(), branches=(length,))

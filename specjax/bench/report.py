@@ -1,0 +1,216 @@
+"""What a benchmark tells people: tables, pictures, TensorBoard, and one sentence. `results` is results.json's content."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from specjax.bench import plots
+from specjax.costs import write_json
+from specjax.telemetry import summary_writer
+
+Setting = tuple[int, float]  # batch size, temperature
+PICTURES: dict[str, Callable[[Sequence[dict], str], Figure]] = {
+    "speedup": plots.speedups,
+    "tokens_per_cycle": plots.tokens_per_cycle,
+    "acceptance": plots.acceptance,
+}
+COLUMNS = ("workload", "method", "speed up", "95 % interval", "", "tokens /cycle", "tokens /s", "eager /s", "n", "lossless")
+MEAN = "geometric mean"
+SCALARS = (
+    "speedup",
+    "end_to_end_speedup",
+    "tokens_per_second",
+    "tokens_per_cycle",
+    "accepted_per_cycle",
+    "draft_acceptance_rate",
+    "identical",
+)
+
+
+def write(results: dict, folder: Path) -> None:
+    """Write results.json, report.md, the pictures and TensorBoard's events into `folder`."""
+    write_json(folder / "results.json", results)
+    with summary_writer(folder) as writer:
+        for setting in settings(results):
+            runs, place = of_setting(results["runs"], setting), slug(setting)
+            for name, draw in PICTURES.items() if drafts(results, setting) else ():
+                figure = draw(runs, caption(results, setting))
+                figure.savefig(folder / f"{name}-{place}.png", dpi=150)
+                writer.add_figure(f"{place}/{name}", figure, close=False)
+            for run in runs:
+                for name in SCALARS:
+                    if run[name] is not None:
+                        writer.add_scalar(f"{place}/{name}/{run['method']}/{run['workload']}", run[name], 0)
+        report = markdown(results)
+        writer.add_text("report", report, 0)
+    (folder / "report.md").write_text(report, encoding="utf-8")
+
+
+def show(results: dict, console: Console) -> None:
+    """Print one table per batch size and temperature, what is wrong, and the sentence."""
+    for setting in settings(results):
+        title = caption(results, setting)
+        grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in COLUMNS:
+            left = name in ("workload", "method", "", "lossless")
+            grid.add_column("\n".join(name.rsplit(" ", 1)), justify="left" if left else "right", no_wrap=True)
+        for row in table(results, setting):
+            style = "bold" if row[0] == MEAN else "red" if "slower" in row else None
+            grid.add_row(*row, style=style)
+        console.print(grid)
+    for warning in warnings(results):
+        console.print(f"[bold red]{warning}[/]", soft_wrap=True)
+    console.print(sentence(results), style="bold", soft_wrap=True)
+
+
+def table(results: dict, setting: Setting) -> list[list[str]]:
+    """COLUMNS of one row per workload and method, then of the means over workloads."""
+    runs = of_setting(results["runs"], setting)
+    means = of_setting(results["summary"], setting)
+    eager = {run["workload"]: run for run in runs if run["method"] == "eager"}
+    drafting = [run for run in runs if run["method"] != "eager"]
+    rows = []
+    for run in drafting or runs:
+        rows.append([run["workload"], run["method"], *speedup(run), number(run["tokens_per_cycle"], 2)])
+        rows[-1] += [number(run["tokens_per_second"], 1), number(eager[run["workload"]]["tokens_per_second"], 1)]
+        rows[-1] += [str(run["prompts"]), lossless(run)]
+    for row in sorted(means, key=lambda row: row["method"] == "eager"):
+        rows.append([MEAN, row["method"], *speedup(row), "", "", "", "", ""])
+    return rows
+
+
+def markdown(results: dict) -> str:
+    """The report: the sentence, one table per setting with its pictures, how it was measured."""
+    lines = ["# Benchmark", "", sentence(results), ""]
+    lines += [f"**{warning}**\n" for warning in warnings(results)]
+    for setting in settings(results):
+        lines += [f"## {caption(results, setting)}", "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
+        lines += [*map(_line, table(results, setting)), ""]
+        lines += [f"![{name}]({name}-{slug(setting)}.png)\n" for name in PICTURES if drafts(results, setting)]
+    lines += ["## How it was measured", ""]
+    lines += [f"- {name}: {value}" for name, value in results["environment"].items() if name != "config"]
+    lines += [
+        "",
+        "Speed-ups are over eager in the same run, decoded before and after (eager, method, method, eager), without "
+        "prefill and compilation; intervals are 95 %, by drawing the prompts again. *slower* and *faster* are said "
+        "where the whole interval is on one side of 1, *slower?* and *faster?* where it is not. Tokens per cycle count "
+        "the target's own (bonus) token. A text is lossless if its tokens are eager's, or differ by ties of the listed gap.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def sentence(results: dict) -> str:
+    """The best method for these prompts, or that none pays."""
+    drafting = [row for row in results["summary"] if row["method"] != "eager" and row["speedup"]]
+    different = {run["method"] for run in results["runs"] if run["lossless"] == "no"}
+    left_out = f" {', '.join(sorted(different))} is left out because its text differs from eager's." if different else ""
+    drafting = [row for row in drafting if row["method"] not in different]
+    if not drafting:
+        return "Only eager decoding was measured; name another method to compare it with." if not left_out else (
+            "There is no lossless method to recommend for these prompts." + left_out
+        )  # fmt: skip
+    best = max(drafting, key=lambda row: row["speedup"])
+    setting = best["batch_size"], best["temperature"]
+    noise = next(row for row in of_setting(results["summary"], setting) if row["method"] == "eager")
+    figure = f"{best['method']} at batch {setting[0]}, temperature {setting[1]:g}, is {times(best)} eager's speed"
+    runs = [run for run in of_setting(results["runs"], setting) if run["method"] == best["method"]]
+    losing = [run["workload"] for run in runs if (run["speedup"] or 1) < 1]
+    elsewhere = [row for row in drafting if row["method"] == best["method"] and row is not best and row["speedup"] < 1]
+    loses = f"; it loses on {', '.join(losing)}" if losing else "; it loses on no workload"
+    for row in elsewhere:
+        loses += f"; at batch {row['batch_size']}, temperature {row['temperature']:g} it is {times(row)}"
+    if best["speedup"] <= 1:
+        return f"Nothing pays for these prompts: the best, {figure}, so decode eagerly.{left_out}"
+    low = (best["speedup_interval"] or [best["speedup"]])[0]
+    noisiest = max(filter(None, [noise["speedup"], *(noise["speedup_interval"] or ())]), default=1.0)
+    if low <= 1 or best["speedup"] <= noisiest:
+        return f"No clear gain for these prompts: {figure}, and eager against itself {times(noise)}{loses}.{left_out}"
+    return f"Best for these prompts: {figure} (eager against itself: {times(noise)}){loses}.{left_out}"
+
+
+def warnings(results: dict) -> list[str]:
+    """Texts that differ, texts that nobody compared, and listed ties."""
+    lines = []
+    for run in results["runs"]:
+        where = f"{run['method']} on {run['workload']} at batch {run['batch_size']}, temperature {run['temperature']:g}"
+        if run["lossless"] == "no":
+            lines.append(f"NOT LOSSLESS: {where}: {'; '.join(run['differences'])}")
+        if run["lossless"] == "not compared":
+            lines.append(f"not compared with eager, so not called lossless: {where}")
+        for tie in run["ties"]:
+            lines.append(
+                f"tie: {where}: {tie['prompt']}, new token {tie['position']}: {tie['got']} for {tie['expected']}, "
+                f"{tie['gap']:.2g} apart"
+            )
+    return lines
+
+
+def verdict(run: dict) -> str:
+    """A speed-up in a word; the question mark says that the interval does not settle it."""
+    low, high = run["speedup_interval"] or [0, math.inf]
+    if run["speedup"] < 1:
+        return "slower" if high < 1 else "slower?"
+    return "faster" if low > 1 else "faster?"
+
+
+def times(run: dict) -> str:
+    """`1.25× [1.10, 1.41]`"""
+    if run["speedup"] is None:
+        return "not measurable"
+    span = run["speedup_interval"]
+    return f"{run['speedup']:.2f}×" + (f" [{span[0]:.2f}, {span[1]:.2f}]" if span else " (one batch per workload, so no interval)")
+
+
+def speedup(run: dict) -> list[str]:
+    """Speed-up, its interval and the verdict, as cells of a table."""
+    if run["speedup"] is None:
+        return ["–", "", "nothing to time"]
+    span = run["speedup_interval"]
+    word = "NOT LOSSLESS" if run.get("lossless") == "no" else "(noise)" if run["method"] == "eager" else verdict(run)
+    return [f"{run['speedup']:.2f}×", f"{span[0]:.2f}–{span[1]:.2f}" if span else "one batch", word]
+
+
+def lossless(run: dict) -> str:
+    """The verdict in words, with the share of equal texts where it is not all of them."""
+    ties = f", {len(run['ties'])} ties" if run["ties"] else ""
+    share = f" ({run['identical']:.0%} identical{ties})" if run["identical"] not in (1.0, None) else ""
+    return {"tokens-equal": "yes", "no": "NO"}.get(run["lossless"], run["lossless"]) + share
+
+
+def number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def settings(results: dict) -> list[Setting]:
+    return list(dict.fromkeys((row["batch_size"], row["temperature"]) for row in results["summary"]))
+
+
+def of_setting(rows: Sequence[dict], setting: Setting) -> list[dict]:
+    return [row for row in rows if (row["batch_size"], row["temperature"]) == setting]
+
+
+def drafts(results: dict, setting: Setting) -> bool:
+    """Whether there is more than the baseline to show."""
+    return any(row["method"] != "eager" for row in of_setting(results["summary"], setting))
+
+
+def slug(setting: Setting) -> str:
+    return f"batch{setting[0]}-temperature{setting[1]:g}"
+
+
+def caption(results: dict, setting: Setting) -> str:
+    about = results["environment"]
+    return (
+        f"{about['target_name']}, {about['dtype']}, {about['device']} ({about['cores']} cores), batch {setting[0]}, "
+        f"temperature {setting[1]:g}"
+    )
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
