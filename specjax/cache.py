@@ -30,7 +30,7 @@ def empty(config: ModelConfig, batch: int, slots: int, dtype) -> KVCache:
     shape = (batch, padded(config.kv_heads, "kv_heads"), slots, config.head_dim)
 
     def zeros():
-        return tuple(jnp.zeros(shape, dtype, out_sharding=_SPEC()) for _ in range(config.layers))
+        return tuple(jnp.zeros(shape, dtype, out_sharding=_split()) for _ in range(config.layers))
 
     return KVCache(zeros(), zeros(), jnp.zeros(batch, jnp.int32, out_sharding=spec("batch")))
 
@@ -61,7 +61,7 @@ def grow(cache: KVCache, slots: int) -> KVCache:
     return cache.replace(k=tuple(jnp.pad(x, extra) for x in cache.k), v=tuple(jnp.pad(x, extra) for x in cache.v))
 
 
-def _SPEC():
+def _split():
     return spec("batch", "kv_heads", None, None)
 
 
@@ -71,7 +71,7 @@ def _write(slab: jax.Array, new: jax.Array, start: jax.Array) -> jax.Array:
     Unrolled inside `shard_map`, because the vmapped form becomes a serial loop on TPUs.
     """
 
-    @partial(jax.shard_map, out_specs=_SPEC())
+    @partial(jax.shard_map, out_specs=_split())
     def local(slab, new, start):
         for row in range(slab.shape[0]):
             slab = lax.dynamic_update_slice(slab, new[row : row + 1], (row, 0, start[row], 0))

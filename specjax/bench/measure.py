@@ -116,7 +116,7 @@ def _that_fit(
         return total
 
     def whole(number: int) -> float:
-        per_temperature = sum(seconds(number, size, group) for size in paces for name in workloads)
+        per_temperature = sum(seconds(number, size, name) for size in paces for name in workloads)
         return OVERHEAD * len(plan.temperatures) * per_temperature
 
     most = max(map(len, workloads.values()))

@@ -34,7 +34,7 @@ def speedups(runs: Sequence[dict], setting: str) -> Figure:
             )
         ends += [*sides.ravel(), *values]
     _ratio_axis(axes, np.nanmin([*ends, *noise]), np.nanmax(ends))
-    axes.set_xlabel("times eager's tokens per second (log scale); bars: 95 % interval over prompts")
+    axes.set_xlabel("times eager's tokens per second (log scale); whiskers: 95 % interval over prompts")
     _legend(axes)
     return figure
 
@@ -142,9 +142,9 @@ def _ratio_axis(axes: Axes, low: float, high: float) -> None:
     """A log axis with plain numbers, on which half and twice are equally far from 1."""
     axes.set_xscale("log")
     axes.set_xlim(min(0.9, 0.95 * low), max(1.2, high) * 1.25)
-    steps = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 7, 10)
-    spread = axes.get_xlim()[1] / axes.get_xlim()[0]
-    ticks = [step for step in steps if spread < 2.5 or step in (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 4, 5, 7, 10)]
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    left, right = axes.get_xlim()
+    fine = (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3)
+    coarse = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 7, 10)
+    axes.xaxis.set_major_locator(FixedLocator(fine if right < 4 * left else coarse))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}×")
     axes.xaxis.set_minor_locator(NullLocator())

@@ -19,7 +19,7 @@ PICTURES: dict[str, Callable[[Sequence[dict], str], Figure]] = {
     "tokens_per_cycle": plots.tokens_per_cycle,
     "acceptance": plots.acceptance,
 }
-COLUMNS = ("workload", "method", "speed up", "95 % interval", "", "tokens /cycle", "tokens /s", "eager /s", "n", "lossless")
+COLUMNS = ("workload", "method", "speed up", "95 % interval", "", "tokens /cycle", "tokens /s", "eager /s", "n", "same text")
 MEAN = "geometric mean"
 SCALARS = (
     "speedup",
@@ -55,9 +55,9 @@ def show(results: dict, console: Console) -> None:
     """Print one table per batch size and temperature, what is wrong, and the sentence."""
     for setting in settings(results):
         title = caption(results, setting)
-        grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
         for name in COLUMNS:
-            left = name in ("workload", "method", "", "lossless")
+            left = name in ("workload", "method", "", "same text")
             grid.add_column("\n".join(name.rsplit(" ", 1)), justify="left" if left else "right", no_wrap=True)
         for row in table(results, setting):
             style = "bold" if row[0] == MEAN else "red" if "slower" in row else None

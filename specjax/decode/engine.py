@@ -54,6 +54,7 @@ class Engine:
         self.drafter, self.verifier = methods.build(method, draft) if isinstance(method, str) else method
         self.buckets = bucket_ladder(self.max_context, max(chunk, self.drafter.depth + 1))
         self.programs = Programs(target, self.drafter, self.verifier, self.method, chunk, self.buckets)
+        self._empty = jax.jit(self._fresh, static_argnums=0)  # kept: a new one for each request would compile anew
 
     def with_method(self, method, draft=None) -> "Engine":
         """An engine for another method of the same target, sharing its parameters."""
@@ -123,13 +124,13 @@ class Engine:
         """A state whose rows are about to be prefilled; rows beyond the prompts are finished from the start."""
         rows = -(-batch_size // self.target.mesh.shape["data"]) * self.target.mesh.shape["data"]
         with jax.set_mesh(self.target.mesh):
-            fresh = jax.jit(self._fresh, static_argnums=0)(rows)
+            fresh = self._empty(rows)
         text, sampling = self._rows(prompts, wishes, rows)
         return DecodeState(text, fresh[0], fresh[1], sampling, fresh[2])
 
     def restart(self, state: DecodeState, prompt: list[int], wish: Sampling) -> DecodeState:
         """One-row state -> the state before prefilling `prompt`, keeping what the cache already holds of it."""
-        held = np.asarray(state.text.tokens)[0][: int(state.cache.length[0])]
+        held = np.asarray(state.text.tokens)[0][: np.asarray(state.cache.length)[0]]
         room = min(len(held), len(prompt) - 1)
         differs = np.flatnonzero(held[:room] != np.array(prompt[:room]))
         common = int(differs[0]) if len(differs) else room
@@ -250,11 +251,11 @@ class Engine:
         return state.replace(text=state.text.replace(finish=self._put(finish)))
 
     def _output(self, state: DecodeState, row: int) -> list[int]:
-        start, end = int(state.text.prompt[row]), int(state.text.count[row])
+        start, end = np.asarray(state.text.prompt)[row], np.asarray(state.text.count)[row]
         return np.asarray(state.text.tokens)[row, start:end].tolist()
 
     def _result(self, state: DecodeState, row: int, watch: Watch) -> Result:
-        finish = int(state.text.finish[row])
+        finish = np.asarray(state.text.finish)[row]
         stats = jax.tree.map(lambda x: np.asarray(x)[row].tolist(), state.stats)
         tokens, text = watch.clip(row, self._output(state, row))
         return Result(
@@ -264,8 +265,8 @@ class Engine:
             stats=GenerationStats(
                 stats.cycles, stats.emitted, stats.drafted, stats.accepted, tuple(stats.drafted_at), tuple(stats.accepted_at)
             ),
-            prompt_tokens=int(state.text.prompt[row]),
-            context_full=finish == states.CONTEXT,
+            prompt_tokens=int(np.asarray(state.text.prompt)[row]),
+            context_full=bool(finish == states.CONTEXT),
         )
 
 
