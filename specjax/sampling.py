@@ -38,7 +38,7 @@ def process(logits: jax.Array, sampling: SamplingState) -> jax.Array:
     scaled = jnp.maximum(scaled - scaled.max(-1, keepdims=True), MASKED)
 
     def top_k(scaled):
-        k = jnp.where(sampling.top_k > 0, sampling.top_k, scaled.shape[-1])
+        k = jnp.minimum(jnp.where(sampling.top_k > 0, sampling.top_k, scaled.shape[-1]), scaled.shape[-1])
         bound = threshold(scaled, jnp.ones_like(scaled), k.astype(jnp.float32))
         return jnp.where(scaled >= bound[:, None], scaled, MASKED)
 

@@ -10,6 +10,7 @@ import math
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -75,3 +76,8 @@ def rowwise(function):
     For code that only gathers and compares within a row, where naming the split of each intermediate would say nothing.
     """
     return jax.sharding.auto_axes(function, out_sharding=spec("batch"))
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """Inside `rowwise`: x [B, ...] split by rows alone, whatever it was split by before."""
+    return x if jax.sharding.get_abstract_mesh().empty else lax.with_sharding_constraint(x, row_spec(x.ndim))

@@ -29,7 +29,7 @@ def assert_equals_fresh_prefill(state, fresh, rows: int) -> None:
     for row in range(rows):
         assert length[row] == count[row] - 1
         for kept, new in zip(cached(state), cached(fresh), strict=True):
-            np.testing.assert_allclose(kept[row, :, : length[row]], new[row, :, : length[row]], atol=1e-5)
+            np.testing.assert_allclose(kept[row, :, : length[row]], new[row, :, : length[row]], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("block, right", [(4, 0), (4, 1), (4, 2), (4, 3), (4, 4), (1, 0), (1, 1)])
@@ -118,7 +118,7 @@ def test_a_drafter_is_told_the_cached_tokens_and_their_features_once_each(mesh):
         assert np.asarray(state.drafter.length)[row] == length == len(text) - 1
         assert np.asarray(state.drafter.tokens)[row, :length].tolist() == text[:-1]
         kept, new = (np.asarray(s.drafter.features)[row, :length] for s in (state, fresh))
-        np.testing.assert_allclose(kept, new, atol=1e-5)
+        np.testing.assert_allclose(kept, new, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mesh", MESHES.values())

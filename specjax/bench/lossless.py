@@ -86,20 +86,20 @@ class Scorer:
             yield _perturbed(logits, sampling, position) if sampling.temperature else logits
 
     def logits(self, prefix: Sequence[int], tokens: Sequence[int], block: int) -> Iterator[np.ndarray]:
-        """Logits [V] after each of `tokens`, fed in passes over `block` tokens; a rest shorter than that is left out."""
+        """Logits [V] after each of `tokens`, fed in passes over `block` tokens; a shorter rest is left out."""
         engine, mesh = self._engine, self._engine.target.mesh
         # An engine takes no empty prompt: for an empty prefix there is nothing to prefill.
         state = engine.start([list(prefix) or [0]], [Sampling(max_new_tokens=1)], self._batch_size)
         kv = engine.prefill(state).cache if len(prefix) else state.cache
         slots = next(size for size in engine.buckets if size >= len(prefix) + len(tokens))
-        rows = kv.length.shape[0]
         with jax.set_mesh(mesh):
             kv = kv if kv.slots >= slots else jax.jit(cache.grow, static_argnums=1)(kv, slots)
-            for first in range(0, len(tokens) - block + 1, block):
-                fed = np.tile(np.array(tokens[first : first + block], np.int32), (rows, 1))
+        for first in range(0, len(tokens) - block + 1, block):
+            fed = np.tile(np.array(tokens[first : first + block], np.int32), (kv.length.shape[0], 1))
+            with jax.set_mesh(mesh):  # not around the loop: between two yields it is the caller who runs
                 fed = jax.device_put(fed, jax.NamedSharding(mesh, row_spec(2)))
                 kv, logits = self._pass(engine.target.leaves, kv, fed)
-                yield from np.asarray(logits)[0]
+            yield from np.asarray(logits)[0]
 
     def width_noise(self, texts: Sequence[Sequence[int]], blocks: Sequence[int]) -> float:
         """The largest difference of one position's logits between passes over one token and over each block size."""

@@ -1,5 +1,6 @@
 """Methods x workloads x batch sizes x temperatures: warm up, choose how many prompts fit, measure, compare."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from specjax.bench import timing
 from specjax.bench.lossless import FLOAT32_BOUND, Comparison, Scorer
 from specjax.bench.passes import bytes_per_pass, read_bytes, read_jobs
 from specjax.bench.records import Batches, Cell, record, summary
-from specjax.bench.timing import measure_batch
+from specjax.bench.timing import Turn, measure_batch
 from specjax.bench.workloads import Prompt
 from specjax.decode.engine import Engine
 from specjax.decode.request import Sampling
@@ -122,8 +123,8 @@ def _that_fit(
     most = max(map(len, workloads.values()))
     number = next((n for n in range(most, 1, -1) if whole(n) <= budget), 1)
     say(
-        f"{number} of up to {most} prompts per workload fit {plan.minutes:g} minutes: {max(budget, 0):.0f} s are left and "
-        f"they take about {whole(number):.0f} s"
+        f"{number} of up to {most} prompts per workload in {plan.minutes:g} minutes: "
+        f"they take about {whole(number):.0f} s of the {max(budget, 0):.0f} s that are left"
     )
     return {name: group[:number] for name, group in workloads.items()}
 
@@ -136,7 +137,7 @@ class _Bench:
             raise ValueError("every method is measured against eager: name it among the methods")
         self.engines = {"eager": engines["eager"], **engines}
         self._plan = plan
-        self._before = dict.fromkeys(engines, (0.0, 0))
+        self._compiled: dict[tuple[str, int], tuple[float, int]] = {}
         self._scorers: dict[int, Scorer] = {}
         self.bounds: dict[int, float] = {}
 
@@ -145,19 +146,25 @@ class _Bench:
         return self.engines["eager"].encode([*prompt.history, {"role": "user", "content": prompt.turns[0]}], prompt.id)
 
     def warm_up(self, shortest: Prompt, longest: Prompt, batch_size: int) -> Pace:
-        """Compile and run what these prompts need at this batch size.
+        """Compile all that texts up to the longest need at this batch size, and run both of these prompts.
 
-        A bucket that only another text needs is met later; that text is then decoded again to be timed.
+        A larger bucket that only a later turn needs is met later; that turn is then decoded again to be timed.
         """
-        self._before = {n: (e.programs.compile_seconds, len(e.programs)) for n, e in self.engines.items()}
-        wish = Sampling(max_new_tokens=self._plan.max_new_tokens, ignore_end=True)
         say(f"warming up at batch {batch_size} with the shortest prompt, {shortest.id}, and the longest, {longest.id}")
-        short, long = (
-            measure_batch(self.engines, [prompt] * batch_size, [wish] * batch_size, batch_size, turns=1)
-            for prompt in (shortest, longest)
-        )
+        limit, length = self._plan.max_new_tokens, len(self.encode(longest))
+        data = self.engines["eager"].target.mesh.shape["data"]
+        rows = -(-batch_size // data) * data  # as many as an engine makes of them
+        with self._counting(batch_size):
+            for engine in self.engines.values():
+                chunks = -(-length // engine.chunk) * engine.chunk
+                needed = max(chunks, length + limit + engine.drafter.depth + 1)
+                for slots in [engine.buckets[0], *(b for a, b in itertools.pairwise(engine.buckets) if a < needed)]:
+                    for kind in ("prefill", "loop"):
+                        engine.programs.compiled(kind, engine.abstract(rows, slots))
+        wishes = [Sampling(max_new_tokens=limit, ignore_end=True)] * batch_size
+        short, long = (self._measure([p] * batch_size, wishes, batch_size, turns=1) for p in (shortest, longest))
         prefill = sum(turn.prefill_seconds for (turn,) in long.values()) / len(long["eager"][0].prompts[0])
-        decode = sum(sum(turn.decode_seconds) for (turn,) in short.values()) / wish.max_new_tokens
+        decode = sum(sum(turn.decode_seconds) for (turn,) in short.values()) / limit
         return Pace(prefill, decode)
 
     def cell(self, workload: str, prompts: Sequence[Prompt], batch_size: int, temperature: float, progress) -> Cell:
@@ -168,24 +175,34 @@ class _Bench:
             say(f"{workload}: at batch {batch_size} only the first of up to {spoken} turns is decoded")
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first : first + batch_size]
-            wishes = [
-                Sampling(
-                    max_new_tokens=self._plan.max_new_tokens, temperature=temperature, seed=self._plan.seed + first + row
-                )
-                for row in range(len(batch))
-            ]
+            seeds = range(self._plan.seed + first, self._plan.seed + first + len(batch))
+            limit = self._plan.max_new_tokens
+            wishes = [Sampling(max_new_tokens=limit, temperature=temperature, seed=seed) for seed in seeds]
             spoken = len(batch[0].turns) if batch_size == 1 else 1
-            for name, done in measure_batch(self.engines, batch, wishes, batch_size, spoken).items():
+            for name, done in self._measure(batch, wishes, batch_size, spoken).items():
                 turns[name].append(done)
             progress.update(len(batch))
         comparisons = {name: self._compare(name, prompts, turns, batch_size, temperature) for name in self.engines}
-        compiled = {
-            name: (engine.programs.compile_seconds - seconds, len(engine.programs) - count)
-            for (name, engine), (seconds, count) in zip(self.engines.items(), self._before.values(), strict=True)
-        }
+        compiled = {name: self._compiled[name, batch_size] for name in self.engines}
         return Cell(workload, batch_size, temperature, turns, comparisons, compiled)
 
-    def _compare(self, name: str, prompts, turns: Mapping[str, Batches], batch_size: int, temperature: float) -> Comparison:
+    def _measure(self, prompts, wishes, batch_size: int, turns: int) -> dict[str, list[Turn]]:
+        with self._counting(batch_size):
+            return measure_batch(self.engines, prompts, wishes, batch_size, turns)
+
+    @contextlib.contextmanager
+    def _counting(self, batch_size: int) -> Iterator[None]:
+        """Keep count of what is compiled meanwhile, for this batch size."""
+        before = {name: (e.programs.compile_seconds, len(e.programs)) for name, e in self.engines.items()}
+        yield
+        for name, engine in self.engines.items():
+            seconds, count = self._compiled.get((name, batch_size), (0.0, 0))
+            seconds += engine.programs.compile_seconds - before[name][0]
+            self._compiled[name, batch_size] = seconds, count + len(engine.programs) - before[name][1]
+
+    def _compare(
+        self, name: str, prompts, turns: Mapping[str, Batches], batch_size: int, temperature: float
+    ) -> Comparison:
         """All texts of a method against eager's first ones; nothing where the verifier promises only eager's law."""
         comparison = Comparison()
         if temperature and not isinstance(self.engines[name].verifier, TargetFirst):
@@ -214,5 +231,6 @@ class _Bench:
                 blocks = sorted({size for e in self.engines.values() for size in e.drafter.blocks if size > 1})
                 texts = [batch[0].prompts[0] + batch[0].results[0][0].tokens for batch in eager[:NOISE_TEXTS]]
                 self.bounds[batch_size] = scorer.width_noise(texts, blocks)
-                say(f"width noise at batch {batch_size} over blocks of {blocks}: {self.bounds[batch_size]:.3g} in the logits")
+                noise = f"{self.bounds[batch_size]:.3g} in the logits"
+                say(f"width noise at batch {batch_size} over blocks of {blocks}: {noise}")
         return self.bounds[batch_size]

@@ -79,8 +79,10 @@ def acceptance(runs: Sequence[dict], setting: str) -> Figure:
         axes.plot(depths, shares.T, color=colour, alpha=0.3, linewidth=1)
         pooled = np.average(shares, axis=0, weights=[run["cycles"] for run in mine])
         axes.plot(depths, pooled, color=colour, linewidth=2.5, marker="o", label=method)
-        best, text = int(shares.sum(1).argmax()), (6, 2)
-        axes.annotate(mine[best]["workload"], (1, shares[best, 0]), text, textcoords="offset points", fontsize=8, color=GREY)
+        best = int(shares.sum(1).argmax())
+        axes.annotate(
+            mine[best]["workload"], (1, shares[best, 0]), (6, 2), textcoords="offset points", fontsize=8, color=GREY
+        )
     axes.set_xticks(range(1, deepest + 1))
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -88,7 +90,8 @@ def acceptance(runs: Sequence[dict], setting: str) -> Figure:
     axes.set_ylabel("share of all cycles that keep it")
     _dress(axes, "Acceptance by depth", setting)
     axes.grid(axis="both", color="#e4e7ea", zorder=0)
-    axes.legend(frameon=False, title="bold: all workloads, thin: each", loc="upper right")
+    axes.plot([], [], color=GREY, alpha=0.5, linewidth=1, label="each workload (bold: all of them)")
+    _legend(axes)
     return figure
 
 
@@ -127,7 +130,8 @@ def _workload_axes(runs: Sequence[dict], title: str, setting: str) -> tuple[Figu
 
 def _dress(axes: Axes, title: str, setting: str) -> None:
     axes.set_title(f"{title}\n", loc="left", fontweight="bold", fontsize=12)
-    axes.text(0, 1.02, setting, transform=axes.transAxes, fontsize=9, color=GREY)
+    corner, above = (0, 1), (0, 6)
+    axes.annotate(setting, corner, above, "axes fraction", "offset points", fontsize=9, color=GREY)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
 

@@ -151,18 +151,25 @@ def geometric_mean(workloads: Sequence[np.ndarray]) -> float | None:
 def interval(workloads: Sequence[np.ndarray], seed: int = 0) -> list[float] | None:
     """95 % of the geometric mean over `workloads` when their batches are drawn again, with replacement (bootstrap).
 
-    None where no workload has two batches to draw from.
+    Where each workload has one batch only, the workloads are drawn instead; None where there is just one batch.
     """
-    if max(map(len, workloads)) < 2:
-        return None
     rng = np.random.default_rng(seed)
-    draws = []
-    for samples in workloads:
-        sums = samples[rng.integers(0, len(samples), (RESAMPLES, len(samples)))].sum(1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            draws.append(np.log(sums[:, 0] / sums[:, 1] * sums[:, 3] / sums[:, 2]))
-    low, high = np.exp(np.nanpercentile(np.mean(draws, axis=0), [2.5, 97.5]))
+    if max(map(len, workloads)) > 1:
+        draws = np.mean([_log_ratios(samples, rng) for samples in workloads], axis=0)
+    elif len(workloads) > 1:
+        ratios = np.array([ratio(samples) or np.nan for samples in workloads])
+        draws = np.nanmean(np.log(ratios)[rng.integers(0, len(ratios), (RESAMPLES, len(ratios)))], axis=1)
+    else:
+        return None
+    low, high = np.exp(np.nanpercentile(draws, [2.5, 97.5]))
     return [float(low), float(high)] if np.isfinite([low, high]).all() else None
+
+
+def _log_ratios(samples: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Logarithms of the ratio of sums [RESAMPLES] of batches [n, 4] drawn again."""
+    sums = samples[rng.integers(0, len(samples), (RESAMPLES, len(samples)))].sum(1)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a draw may hold nothing but texts of one token
+        return np.log(sums[:, 0] / sums[:, 1] * sums[:, 3] / sums[:, 2])
 
 
 def summary(cells: Sequence[Cell]) -> list[dict]:

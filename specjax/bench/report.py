@@ -1,4 +1,4 @@
-"""What a benchmark tells people: tables, pictures, TensorBoard, and one sentence. `results` is results.json's content."""
+"""What a benchmark tells people: tables, pictures, TensorBoard, one sentence. `results`: what results.json holds."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,7 +19,9 @@ PICTURES: dict[str, Callable[[Sequence[dict], str], Figure]] = {
     "tokens_per_cycle": plots.tokens_per_cycle,
     "acceptance": plots.acceptance,
 }
-COLUMNS = ("workload", "method", "speed up", "95 % interval", "", "tokens /cycle", "tokens /s", "eager /s", "n", "same text")
+COLUMNS = (
+    "workload", "method", "speed up", "95 % interval", "", "tokens /cycle", "tokens /s", "eager /s", "n", "same text",
+)  # fmt: skip
 MEAN = "geometric mean"
 SCALARS = (
     "speedup",
@@ -37,15 +39,15 @@ def write(results: dict, folder: Path) -> None:
     write_json(folder / "results.json", results)
     with summary_writer(folder) as writer:
         for setting in settings(results):
-            runs, place = of_setting(results["runs"], setting), slug(setting)
+            runs, where = of_setting(results["runs"], setting), slug(setting)
             for name, draw in PICTURES.items() if drafts(results, setting) else ():
                 figure = draw(runs, caption(results, setting))
-                figure.savefig(folder / f"{name}-{place}.png", dpi=150)
-                writer.add_figure(f"{place}/{name}", figure, close=False)
+                figure.savefig(folder / f"{name}-{where}.png", dpi=150)
+                writer.add_figure(f"{where}/{name}", figure, close=False)
             for run in runs:
                 for name in SCALARS:
                     if run[name] is not None:
-                        writer.add_scalar(f"{place}/{name}/{run['method']}/{run['workload']}", run[name], 0)
+                        writer.add_scalar(f"{where}/{name}/{run['method']}/{run['workload']}", run[name], 0)
         report = markdown(results)
         writer.add_text("report", report, 0)
     (folder / "report.md").write_text(report, encoding="utf-8")
@@ -54,8 +56,8 @@ def write(results: dict, folder: Path) -> None:
 def show(results: dict, console: Console) -> None:
     """Print one table per batch size and temperature, what is wrong, and the sentence."""
     for setting in settings(results):
-        title = caption(results, setting)
-        grid = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+        console.print(f"\n{caption(results, setting)}", style="bold", soft_wrap=True)
+        grid = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
         for name in COLUMNS:
             left = name in ("workload", "method", "", "same text")
             grid.add_column("\n".join(name.rsplit(" ", 1)), justify="left" if left else "right", no_wrap=True)
@@ -97,48 +99,49 @@ def markdown(results: dict) -> str:
     lines += [
         "",
         "Speed-ups are over eager in the same run, decoded before and after (eager, method, method, eager), without "
-        "prefill and compilation; intervals are 95 %, by drawing the prompts again. *slower* and *faster* are said "
-        "where the whole interval is on one side of 1, *slower?* and *faster?* where it is not. Tokens per cycle count "
-        "the target's own (bonus) token. A text is lossless if its tokens are eager's, or differ by ties of the listed gap.",
+        "prefill and compilation; intervals are 95 %, by drawing the prompts again (the workloads, where each has one "
+        "batch). *slower* and *faster* are said where the whole interval is on one side of 1, *slower?* and *faster?* "
+        "where it is not. Tokens per cycle count the target's own (bonus) token. A text is the same if its tokens are "
+        "eager's, or differ by the ties listed.",
         "",
     ]
     return "\n".join(lines)
 
 
 def sentence(results: dict) -> str:
-    """The best method for these prompts, or that none pays."""
+    """The best method for these prompts, its speed-up and the workloads that lose; or that none pays."""
     drafting = [row for row in results["summary"] if row["method"] != "eager" and row["speedup"]]
-    different = {run["method"] for run in results["runs"] if run["lossless"] == "no"}
-    left_out = f" {', '.join(sorted(different))} is left out because its text differs from eager's." if different else ""
-    drafting = [row for row in drafting if row["method"] not in different]
-    if not drafting:
-        return "Only eager decoding was measured; name another method to compare it with." if not left_out else (
-            "There is no lossless method to recommend for these prompts." + left_out
-        )  # fmt: skip
-    best = max(drafting, key=lambda row: row["speedup"])
-    setting = best["batch_size"], best["temperature"]
-    noise = next(row for row in of_setting(results["summary"], setting) if row["method"] == "eager")
-    figure = f"{best['method']} at batch {setting[0]}, temperature {setting[1]:g}, is {times(best)} eager's speed"
-    runs = [run for run in of_setting(results["runs"], setting) if run["method"] == best["method"]]
-    losing = [run["workload"] for run in runs if (run["speedup"] or 1) < 1]
-    elsewhere = [row for row in drafting if row["method"] == best["method"] and row is not best and row["speedup"] < 1]
-    loses = f"; it loses on {', '.join(losing)}" if losing else "; it loses on no workload"
-    for row in elsewhere:
-        loses += f"; at batch {row['batch_size']}, temperature {row['temperature']:g} it is {times(row)}"
+    different = sorted({run["method"] for run in results["runs"] if run["lossless"] == "no"})
+    left_out = f"; {', '.join(different)} left out: its text differs from eager's" if different else ""
+    fit = [row for row in drafting if row["method"] not in different]
+    if not fit:
+        return f"No method can be recommended, since none but eager was measured{left_out}."
+    best = max(fit, key=lambda row: row["speedup"])
+    noise = next(row for row in of_setting(results["summary"], place(best)) if row["method"] == "eager")
+    figure = f"{best['method']} at {words(best)} is {times(best)} eager's speed (eager against itself: {times(noise)})"
     if best["speedup"] <= 1:
-        return f"Nothing pays for these prompts: the best, {figure}, so decode eagerly.{left_out}"
+        return f"Nothing pays for these prompts: the best, {figure}, so decode eagerly{left_out}."
+    # Without an interval the noise alone decides.
     low = (best["speedup_interval"] or [best["speedup"]])[0]
     noisiest = max(filter(None, [noise["speedup"], *(noise["speedup_interval"] or ())]), default=1.0)
-    if low <= 1 or best["speedup"] <= noisiest:
-        return f"No clear gain for these prompts: {figure}, and eager against itself {times(noise)}{loses}.{left_out}"
-    return f"Best for these prompts: {figure} (eager against itself: {times(noise)}){loses}.{left_out}"
+    start = "No clear gain" if low <= 1 or best["speedup"] <= noisiest else "Best"
+    return f"{start} for these prompts: {figure}; {losses(results, best, fit)}{left_out}."
+
+
+def losses(results: dict, best: dict, rows: Sequence[dict]) -> str:
+    """Where the best method is slower than eager: workloads of its setting, and other settings."""
+    runs = [run for run in of_setting(results["runs"], place(best)) if run["method"] == best["method"]]
+    losing = [run["workload"] for run in runs if (run["speedup"] or 1) < 1]
+    others = [row for row in rows if row["method"] == best["method"] and row is not best and row["speedup"] < 1]
+    elsewhere = [f"; at {words(row)} it is {times(row)}" for row in others]
+    return f"it loses on {', '.join(losing) or 'no workload'}" + "".join(elsewhere)
 
 
 def warnings(results: dict) -> list[str]:
     """Texts that differ, texts that nobody compared, and listed ties."""
     lines = []
     for run in results["runs"]:
-        where = f"{run['method']} on {run['workload']} at batch {run['batch_size']}, temperature {run['temperature']:g}"
+        where = f"{run['method']} on {run['workload']} at {words(run)}"
         if run["lossless"] == "no":
             lines.append(f"NOT LOSSLESS: {where}: {'; '.join(run['differences'])}")
         if run["lossless"] == "not compared":
@@ -164,7 +167,8 @@ def times(run: dict) -> str:
     if run["speedup"] is None:
         return "not measurable"
     span = run["speedup_interval"]
-    return f"{run['speedup']:.2f}×" + (f" [{span[0]:.2f}, {span[1]:.2f}]" if span else " (one batch per workload, so no interval)")
+    interval = f"[{span[0]:.2f}, {span[1]:.2f}]" if span else "(one batch: no interval)"
+    return f"{run['speedup']:.2f}× {interval}"
 
 
 def speedup(run: dict) -> list[str]:
@@ -187,12 +191,20 @@ def number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def place(row: dict) -> Setting:
+    return row["batch_size"], row["temperature"]
+
+
+def words(row: dict) -> str:
+    return f"batch {row['batch_size']}, temperature {row['temperature']:g}"
+
+
 def settings(results: dict) -> list[Setting]:
-    return list(dict.fromkeys((row["batch_size"], row["temperature"]) for row in results["summary"]))
+    return list(dict.fromkeys(map(place, results["summary"])))
 
 
 def of_setting(rows: Sequence[dict], setting: Setting) -> list[dict]:
-    return [row for row in rows if (row["batch_size"], row["temperature"]) == setting]
+    return [row for row in rows if place(row) == setting]
 
 
 def drafts(results: dict, setting: Setting) -> bool:

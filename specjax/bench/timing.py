@@ -145,10 +145,10 @@ def _before_loop(engine: Engine, ready: DecodeState, wishes, results: list[Resul
     looping = sum(spot is not None for spot in onsets)
     if not looping:
         return pooled([result.stats for result in results]), 0
-    limit = np.array(ready.text.limit)
+    limit, prompt = np.array(ready.text.limit), np.array(ready.text.prompt)
     for row, spot in enumerate(onsets):
         if spot is not None:
-            limit[row] = int(ready.text.prompt[row]) + max(spot, 1)  # prefill has written one token already
+            limit[row] = prompt[row] + max(spot, 1)  # prefill has written one token already
     text = ready.text.replace(limit=jax.device_put(limit, ready.text.limit.sharding))
     _, cut = engine.finish(ready.replace(text=text), wishes)
     return pooled([result.stats for result in cut]), looping

@@ -55,6 +55,7 @@ class Engine:
         self.buckets = bucket_ladder(self.max_context, max(chunk, self.drafter.depth + 1))
         self.programs = Programs(target, self.drafter, self.verifier, self.method, chunk, self.buckets)
         self._empty = jax.jit(self._fresh, static_argnums=0)  # kept: a new one for each request would compile anew
+        self._grow = jax.jit(cache.grow, static_argnums=1)
 
     def with_method(self, method, draft=None) -> "Engine":
         """An engine for another method of the same target, sharing its parameters."""
@@ -150,12 +151,12 @@ class Engine:
 
     def decode(self, state: DecodeState, cycles: int | None = None) -> DecodeState:
         """Cycle until all rows have finished, or for at most `cycles` cycles; moves to larger buckets as needed."""
-        overhang = self.drafter.depth + 1
-        while True:
-            state = self._with_room(state, int(np.asarray(state.cache.length).max()) + overhang)
+        while np.asarray(state.text.running).any():
+            state = self._with_room(state, int(np.asarray(state.cache.length).max()) + self.drafter.depth + 1)
             state = self.programs("loop", state, np.int32(UNBOUNDED if cycles is None else cycles))
-            if cycles is not None or not np.asarray(state.text.running).any():
-                return state
+            if cycles is not None:
+                break
+        return state
 
     def decode_on_host(self, state: DecodeState) -> DecodeState:
         """`decode` with one dispatch per cycle: for debugging and profiles."""
@@ -240,7 +241,7 @@ class Engine:
             return state
         bucket = next(size for size in self.buckets if size >= slots)
         with jax.set_mesh(self.target.mesh):
-            return state.replace(cache=jax.jit(cache.grow, static_argnums=1)(state.cache, bucket))
+            return state.replace(cache=self._grow(state.cache, bucket))
 
     def _stopped(self, state: DecodeState, watch: Watch) -> DecodeState:
         """Show the watch each row's new tokens and end the rows in which it found a stop string."""

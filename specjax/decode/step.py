@@ -11,7 +11,7 @@ from specjax.decode.state import DecodeState, Stats, Text, emit
 from specjax.drafters.base import Drafter
 from specjax.models.transformer import TargetOutput, Transformer
 from specjax.sampling import SamplingState, draw, greedy
-from specjax.sharding import rowwise
+from specjax.sharding import rowwise, whole
 from specjax.trees import Draft
 from specjax.verify.base import Verdict, Verifier
 
@@ -97,7 +97,7 @@ def _along(path: jax.Array, tokens: jax.Array, features: tuple[jax.Array, ...]):
 def _first_token(text: Text, sampling: SamplingState, logits: jax.Array, ends_here: jax.Array) -> tuple[Text, jax.Array]:
     """Draw the token after the prompt and write it in rows whose prompt ends here."""
     sampled = (sampling.temperature > 0).any()
-    token = lax.cond(sampled, lambda: draw(logits, sampling, text.count), lambda: greedy(logits))
+    token = lax.cond(sampled, lambda: draw(whole(logits), sampling, text.count), lambda: greedy(logits))
     after, _ = emit(text, token[:, None], jnp.zeros_like(token))
 
     def chosen(new, old):

@@ -12,6 +12,7 @@ from specjax.loading.target import default_target, fingerprint, load_parameters,
 from specjax.loading.tokenizer import Tokenizer, load_tokenizer
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Transformer
+from specjax.telemetry import say
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -52,6 +53,7 @@ def load_target(path: str | Path | None = None, *, mesh: str = "", dtype: str = 
     grid = sharding.make_mesh(mesh)
     checkpoint = open_checkpoint(path or default_target())
     words = load_tokenizer(checkpoint, tokenizer)
+    say_padding(checkpoint.config, grid)
     graph, state = declare(checkpoint.config, grid, DTYPES[dtype])
     state = load_parameters(checkpoint, state, grid)
     name = checkpoint.path.stem if checkpoint.path.is_file() else checkpoint.path.name
@@ -62,6 +64,15 @@ def declare(config: ModelConfig, mesh: jax.sharding.Mesh, dtype) -> tuple[nnx.Gr
     """Shapes, dtypes and shardings of all parameters on `mesh`; nothing is allocated."""
     with jax.set_mesh(mesh):
         return nnx.split(jax.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0), dtype=dtype)))
+
+
+def say_padding(config: ModelConfig, mesh: jax.sharding.Mesh) -> None:
+    """A line for each dimension that the mesh does not divide."""
+    sizes = {"kv_heads": config.kv_heads, "mlp": config.mlp_width, "vocab": config.vocab_size}
+    with jax.set_mesh(mesh):
+        for axis, size in sizes.items():
+            if (wide := sharding.padded(size, axis)) != size:
+                say(f"{axis}: {size} does not divide over {sharding.axis_size(axis)} devices; padded with zeros to {wide}")
 
 
 def from_state(name, config, graph, state, tokenizer, mesh, dtype, fingerprint) -> Target:

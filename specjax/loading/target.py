@@ -117,7 +117,7 @@ def _layer(c: ModelConfig, prefix: str) -> dict[tuple[str, ...], tuple[Part, ...
         ("attention_norm",): (_whole(f"{prefix}input_layernorm.weight", d),),
         ("attention", "qkv"): fused("weight", d),
         ("attention", "out"): (
-            Part(f"{attention}o_proj.weight", (d, k * g * h), (d, k, g, h), (slice(None), groups)),
+            Part(f"{attention}o_proj.weight", (d, k * g * h), (d, k * g * h), (slice(None), slice(k * g * h))),
         ),
         ("mlp_norm",): (_whole(f"{prefix}post_attention_layernorm.weight", d),),
         ("mlp", "gate_up"): (

@@ -65,8 +65,8 @@ class Attention(nnx.Module):
         if config.qk_norm:
             self.q_norm = nnx.Param(jnp.ones(config.head_dim, dtype))
             self.k_norm = nnx.Param(jnp.ones(config.head_dim, dtype))
-        out_shape = (config.width, groups, per_group, config.head_dim)
-        self.out = parameter(rngs, out_shape, (None, "kv_heads", None, None), dtype)
+        heads = groups * per_group * config.head_dim
+        self.out = parameter(rngs, (config.width, heads), (None, "kv_heads"), dtype)
 
     def __call__(self, x, rope, cache_k, cache_v, length, positions, mask):
         """x [B, T, D] -> (output [B, T, D], block k and v [B, T, K, H]); arguments as in `attend`."""
@@ -78,4 +78,5 @@ class Attention(nnx.Module):
             q, k = rms_norm(q, self.q_norm[...], self.eps), rms_norm(k, self.k_norm[...], self.eps)
         q, k = rotate(q, *rope) * q.shape[-1] ** -0.5, rotate(k, *rope)
         y = attend(q, k, v, cache_k, cache_v, length, positions, positions, mask, self.window)
+        y = y.reshape(*y.shape[:2], -1, out_sharding=spec("batch", None, "kv_heads"))
         return project(self.out[...], y, (None,)), k, v

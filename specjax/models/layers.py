@@ -22,22 +22,22 @@ def precision(dtype):
 def project(w: jax.Array, x: jax.Array, axes: tuple[str | None, ...], dtype=None) -> jax.Array:
     """The one weight product: w [*O, *I] times x [B, T, *I] -> [B, T, *O] in `dtype` (default x's), split as `axes` names O.
 
-    The weight is the left operand, as it is stored: on CPUs that is up to twice as fast. XLA would turn
-    the transposition after it into the slower product, so a barrier keeps the two apart there; on other
-    backends the compiler is free to choose.
+    On CPUs the weight is the left operand, as it is stored: up to twice as fast. XLA would turn the
+    transposition after it into the slower product, so a barrier keeps the two apart. Elsewhere the compiler
+    chooses layouts, and the plain product lets it.
     """
     inner = x.ndim - 2
-    contracted = (tuple(range(w.ndim - inner, w.ndim)), tuple(range(2, x.ndim)))
-    y = lax.dot_general(
-        w,
-        x,
-        (contracted, ((), ())),
-        precision=precision(x.dtype),
-        preferred_element_type=dtype,
-        out_sharding=spec(*axes, "batch", None),
-    )
-    y = lax.platform_dependent(y, cpu=lax.optimization_barrier, default=lambda y: y)
-    return jnp.moveaxis(y, (-2, -1), (0, 1))
+    of_w, of_x = tuple(range(w.ndim - inner, w.ndim)), tuple(range(2, x.ndim))
+    form = {"precision": precision(x.dtype), "preferred_element_type": dtype}
+
+    def weight_first(w, x):
+        y = lax.dot_general(w, x, ((of_w, of_x), ((), ())), out_sharding=spec(*axes, "batch", None), **form)
+        return jnp.moveaxis(lax.optimization_barrier(y), (-2, -1), (0, 1))
+
+    def plain(w, x):
+        return lax.dot_general(x, w, ((of_x, of_w), ((), ())), out_sharding=spec("batch", None, *axes), **form)
+
+    return lax.platform_dependent(w, x, cpu=weight_first, default=plain)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

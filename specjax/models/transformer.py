@@ -22,7 +22,8 @@ class BlockKV:
 class TargetOutput:
     """What one target pass gives; it writes nothing.
 
-    `logits` [B, T', V'] float32 at the positions asked for, padded vocabulary masked; `features`: the
+    `logits` [B, T', V'] float32 at the positions asked for, split over the vocabulary, its padding masked: all of
+    them on every device would be dear, and few are looked at; `features`: the
     tapped hidden states [B, T, D] (tap i: what enters layer i, so 0 is the embedding and L the last
     layer's output before the final norm).
     """
@@ -82,9 +83,9 @@ class Transformer(nnx.Module):
         return TargetOutput(logits, tuple(features[i] for i in taps), block_kv)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Normed hidden states [B, T, D] -> float32 logits [B, T, V'], whole on every device."""
+        """Normed hidden states [B, T, D] -> float32 logits [B, T, V'], split over the vocabulary."""
         head = self.embed if self.config.tied else self.lm_head
-        logits = jax.reshard(project(head[...], x, ("vocab",), jnp.float32), spec("batch", None, None))
+        logits = project(head[...], x, ("vocab",), jnp.float32)
         if logits.shape[-1] == self.config.vocab_size:
             return logits
         return jnp.where(jnp.arange(logits.shape[-1]) < self.config.vocab_size, logits, MASKED)

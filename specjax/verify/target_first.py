@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.sampling import SamplingState, draw, greedy
+from specjax.sharding import whole
 from specjax.trees import Draft
 from specjax.verify.base import Verdict, child
 
@@ -66,4 +67,4 @@ class TargetFirst:
 
 
 def _draw_at(logits, node, sampling, position):
-    return draw(jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0], sampling, position)
+    return draw(whole(jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]), sampling, position)
