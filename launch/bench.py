@@ -55,10 +55,11 @@ def run() -> None:
     setup = common.setup(common.CONFIG.value)
     say(common.device_line())
     engines = open_engines(setup, methods)
+    costs = setup.costs(engines["eager"])
     folder, about = Path(OUT.value), describe(engines["eager"], setup)
     results = None
     try:
-        for found in measure.run(engines, prompts, plan):
+        for found in measure.run(engines, prompts, plan, costs):
             about |= found["environment"] | {"prompt_set_hash": prompt_set_hash(found["prompts"])}
             results = {
                 "schema_version": SCHEMA_VERSION,

@@ -135,7 +135,8 @@ def test_append_writes_the_accepted_path_behind_each_length(mesh):
         split = jax.NamedSharding(grid, empty.k[0].sharding.spec)
         block = jax.NamedSharding(grid, jax.P(split.spec[0], None, split.spec[1], None))
         by_row = jax.NamedSharding(grid, row_spec(1))
-        kv = cache.KVCache(*(tuple(jax.device_put(x, split) for x in part) for part in old), jax.device_put(length, by_row))
+        held = (tuple(jax.device_put(x, split) for x in part) for part in old)
+        kv = cache.KVCache(*held, jax.device_put(length, by_row))
         entries = BlockKV(*(tuple(jax.device_put(x, block) for x in part) for part in new))
         path_on_mesh = jax.device_put(path, jax.NamedSharding(grid, row_spec(2)))
         append = jax.jit(cache.append)
@@ -162,7 +163,7 @@ def test_growing_keeps_the_contents():
 
 
 def test_hundreds_of_requests_leave_nothing_behind():
-    """Five kinds of them, errors and early stops among them: arrays and programs stop growing, answers stay the same."""
+    """Five kinds, errors and early stops among them: arrays and programs stop growing, answers stay the same."""
     methods = [Engine(target(), "eager", chunk=CHUNK), Engine(target(), "lookup", chunk=CHUNK)]
     asked = prompts([5, 9, 20])
 

@@ -1,4 +1,4 @@
-"""The order of the house: who may import whom, where partition specs live, how long a file gets, what an import does."""
+"""The order of the house: who imports whom, where partition specs live, how long files get, what an import does."""
 
 import ast
 import subprocess

@@ -54,7 +54,8 @@ def chi_square(counts: np.ndarray, law: np.ndarray) -> None:
 
 def rows(count: int, temperature=1.0, top_k=0, top_p=1.0, seed=0) -> SamplingState:
     keys = np.stack([np.zeros(count), seed + np.arange(count)], axis=1).astype(np.uint32)
-    return SamplingState(np.full(count, temperature, np.float32), np.full(count, top_k), np.full(count, top_p, np.float32), keys)
+    heat, mass = (np.full(count, x, np.float32) for x in (temperature, top_p))
+    return SamplingState(heat, np.full(count, top_k), mass, keys)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -95,7 +96,7 @@ def test_processed_law_equals_its_definition(tied):
 
 def test_top_k_beyond_the_vocabulary_and_top_k_of_one():
     logits = np.log(P)[None].repeat(2, 0).astype(np.float32)
-    state = SamplingState(np.ones(2, np.float32), np.array([99, 1]), np.ones(2, np.float32), np.zeros((2, 2), np.uint32))
+    state = rows(2).replace(top_k=np.array([99, 1]))
     got = np.exp(np.asarray(jax.jit(process)(logits, state)))
     np.testing.assert_allclose(got[0] / got[0].sum(), P, atol=1e-6)
     np.testing.assert_array_equal(got[1], [1, 0, 0, 0, 0])

@@ -199,7 +199,7 @@ def scripted(target: Target, parents: Sequence[int] = CHAIN, blocks: Sequence[in
     return Engine(target, (drafter, TargetFirst(drafter.depth)), **{"chunk": CHUNK} | options)
 
 
-def oracle(texts: Sequence[Sequence[int]], rows: int, kind: str = "oracle", vocab: int = 97) -> tuple[np.ndarray, np.ndarray]:
+def oracle(texts: Sequence[Sequence[int]], rows: int, kind: str = "oracle", vocab: int = 97) -> tuple:
     """The script (tokens, others) that is right about whole texts, always wrong, right at even positions, or random."""
     truth = np.zeros((rows, Scripted.width), np.int32)
     for row, text in enumerate(texts):

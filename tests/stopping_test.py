@@ -7,7 +7,21 @@ import json
 import jax
 import numpy as np
 import pytest
-from scripted import CHAIN, CHUNK, TREE, decode, oracle, outputs, plain, prompts, save_target, script, scripted, target, wishes
+from scripted import (
+    CHAIN,
+    CHUNK,
+    TREE,
+    decode,
+    oracle,
+    outputs,
+    plain,
+    prompts,
+    save_target,
+    script,
+    scripted,
+    target,
+    wishes,
+)
 
 import specjax
 from specjax import Conversation, Engine, Sampling
@@ -110,10 +124,12 @@ def test_a_finished_row_stands_still_while_others_go_on(shape, loop):
 
 @pytest.mark.parametrize("shape", ["chain", "tree", "eager"])
 def test_the_context_ends_a_text_and_no_write_is_moved(shape, monkeypatch):
-    """Context 48, prompt 41: seven tokens fit, with and without a draft, in a cache of just that size."""
+    """Context 48, prompt 41: seven tokens fit, with and without a draft, in the smallest cache there can be."""
     monkeypatch.setattr("specjax.decode.programs.LANES", 1)
-    parents = SHAPES.get(shape, CHAIN)
-    small = scripted(target(), parents, max_context=48) if shape in SHAPES else Engine(target(), max_context=48, chunk=CHUNK)
+    if shape in SHAPES:
+        small = scripted(target(), SHAPES[shape], max_context=48)
+    else:
+        small = Engine(target(), max_context=48, chunk=CHUNK)
     prompt = prompts([41])[0]
     state = small.prefill(small.start([prompt], wishes(1, max_new_tokens=20), 1))
     if shape in SHAPES:
@@ -176,9 +192,11 @@ def test_a_stop_string_ends_and_clips_the_text(method):
 def test_streamed_pieces_add_up_to_the_text_of_each_row():
     pieces = {}
     asked = prompts([5, 9, 12])
-    results = engine("lookup").generate(
-        asked, Sampling(max_new_tokens=40), batch_size=2, stream=lambda row, piece: pieces.setdefault(row, []).append(piece)
-    )
+
+    def show(row, piece):
+        pieces.setdefault(row, []).append(piece)
+
+    results = engine("lookup").generate(asked, Sampling(max_new_tokens=40), batch_size=2, stream=show)
     assert all(len(parts) > 1 for parts in pieces.values())
     assert ["".join(pieces[row]) for row in range(3)] == [result.text for result in results]
     assert [result.tokens for result in results] == [plain(prompt, 40) for prompt in asked]

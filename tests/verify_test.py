@@ -62,7 +62,8 @@ def test_verdict_equals_a_plain_walk(shape, temperature):
     verdict = jax.jit(verifier.verify)(draft, logits, sampling, position)
     depth = np.asarray(draft.tree.depth[0])
     drawn = jax.jit(draw)
-    chosen = np.stack([drawn(logits[:, node], sampling, position + depth[node]) for node in range(len(parents))], axis=1)
+    nodes = range(len(parents))
+    chosen = np.stack([drawn(logits[:, node], sampling, position + depth[node]) for node in nodes], axis=1)
     lengths = set()
     for row in range(ROWS):
         path, token = walk(parents, draft, chosen, row)
@@ -75,9 +76,8 @@ def test_verdict_equals_a_plain_walk(shape, temperature):
 
 
 def test_the_lowest_of_equal_children_is_taken():
-    draft = Draft(
-        trees.static(np.array([-1, 0, 0, 0]), np.array([[True, False, True, True]])), np.array([[0, 5, 5, 5]]), np.array([4])
-    )
+    tree = trees.static(np.array([-1, 0, 0, 0]), np.array([[True, False, True, True]]))
+    draft = Draft(tree, np.array([[0, 5, 5, 5]]), np.array([4]))
     found, node = jax.jit(child)(draft, np.array([0]), np.array([5]))
     assert bool(found[0]) and int(node[0]) == 2
     assert not bool(jax.jit(child)(draft, np.array([0]), np.array([4]))[0][0])

@@ -14,6 +14,7 @@ from specjax.bench.passes import bytes_per_pass, read_bytes, read_jobs
 from specjax.bench.records import Batches, Cell, record, summary
 from specjax.bench.timing import Turn, measure_batch
 from specjax.bench.workloads import Prompt
+from specjax.costs import CostTable
 from specjax.decode.engine import Engine
 from specjax.decode.request import Sampling
 from specjax.decode.target import Target
@@ -53,9 +54,11 @@ class Pace:
     decode: float
 
 
-def run(engines: Mapping[str, Engine], prompts: Sequence[Prompt], plan: Plan) -> Iterator[dict]:
+def run(
+    engines: Mapping[str, Engine], prompts: Sequence[Prompt], plan: Plan, costs: CostTable | None = None
+) -> Iterator[dict]:
     """Measure every engine against engines["eager"]; after each workload yields all so far: {"environment" (what was
-    found out about it), "prompts" (the ones in use), "summary", "runs"}.
+    found out about it), "prompts" (the ones in use), "summary", "runs"}. With `costs` the runs say what it predicts.
 
     Raises ValueError naming a prompt that does not fit the context, before anything is compiled.
     """
@@ -81,7 +84,10 @@ def run(engines: Mapping[str, Engine], prompts: Sequence[Prompt], plan: Plan) ->
         for (batch_size, temperature), workload in itertools.product(grid, workloads):
             progress.set_postfix_str(f"{workload}, batch {batch_size}, temperature {temperature:g}")
             cells.append(bench.cell(workload, workloads[workload], batch_size, temperature, progress))
-            runs += [record(cells[-1], name, floor) for name in bench.engines]
+            runs += [
+                record(cells[-1], name, floor, costs, engine.drafter.blocks[-1])
+                for name, engine in bench.engines.items()
+            ]
             means = summary(cells)
             about = {
                 "floor_ms": floor,

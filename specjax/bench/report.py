@@ -25,6 +25,7 @@ COLUMNS = (
 MEAN = "geometric mean"
 SCALARS = (
     "speedup",
+    "predicted_speedup",
     "end_to_end_speedup",
     "tokens_per_second",
     "tokens_per_cycle",

@@ -22,7 +22,9 @@ def step(target: Transformer, drafter: Drafter, verifier: Verifier, state: Decod
     Every row must have room for drafter.depth + 1 more tokens in its cache (see `fits`).
     """
     with jax.named_scope("draft"):
-        draft = rowwise(drafter.draft)(state.drafter, state.text.tokens, state.text.count, state.sampling)
+        # Called through its class, so that a drafter's own parameters are arguments of `rowwise`, not closed over.
+        propose = rowwise(type(drafter).draft)
+        draft = propose(drafter, state.drafter, state.text.tokens, state.text.count, state.sampling)
     with jax.named_scope("target"):
         output = target_pass(target, drafter, state, draft)
     with jax.named_scope("verify"):
