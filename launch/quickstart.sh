@@ -3,14 +3,14 @@
 #
 #   bash launch/quickstart.sh              the accelerator is found by itself
 #   bash launch/quickstart.sh --cpu        stay on the CPU
-#   bash launch/quickstart.sh --minutes=3  time for the benchmark itself (default 5)
+#   bash launch/quickstart.sh --minutes=3  time for the benchmark itself (default 7)
 #
 # Under ten minutes on two cores the first time, installation included. Results: runs/quickstart.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source launch/environment.sh
 
-minutes=5 cpu=
+minutes=7 cpu=
 for argument in "$@"; do
     case $argument in
         --cpu) cpu=1 ;;
