@@ -53,8 +53,9 @@ def run() -> None:
     methods = dict(common.parse_methods(METHODS.value))
     prompts = workloads.load(WORKLOADS.value, PROMPTS.value)
     setup = common.setup(common.CONFIG.value)
-    say(common.device_line())
+    common.check_writable(Path(OUT.value) / "results.json")
     engines = open_engines(setup, methods)
+    say(common.device_line(engines["eager"]))
     costs = setup.costs(engines["eager"])
     folder, about = Path(OUT.value), describe(engines["eager"], setup)
     results = None

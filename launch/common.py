@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from ml_collections import ConfigDict, config_flags
 
 from specjax import methods
 from specjax.costs import cores
+from specjax.decode.engine import Engine
 from specjax.decode.setup import Setup
 
 CONFIG = config_flags.DEFINE_config_file(
@@ -58,10 +60,24 @@ def parse_methods(text: str) -> list[tuple[str, str | None]]:
     return entries
 
 
-def device_line() -> str:
-    """The devices in use, the cores of the host and the version of JAX, in one line."""
-    devices = jax.devices()
-    return f"device: {len(devices)} x {devices[0].device_kind} ({cores()} host cores), jax {jax.__version__}"
+def device_line(engine: Engine) -> str:
+    """The devices in use, those that are not, the cores of the host and the version of JAX, in one line."""
+    used = engine.target.mesh.devices
+    idle = len(jax.devices()) - used.size
+    more = f", {idle} more idle (--mesh=data=N,model=M takes N x M)" if idle else ""
+    return f"device: {used.size} x {used.flat[0].device_kind}{more} ({cores()} host cores), jax {jax.__version__}"
+
+
+def check_writable(path: str | Path) -> None:
+    """Raises OSError in one sentence, before anything is measured, if `path` cannot become a file."""
+    path = Path(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file to write")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise OSError(f"{path} cannot be written ({error.strerror}); choose another place") from error
 
 
 def main(function: Callable[[], None]) -> None:

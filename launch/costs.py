@@ -35,8 +35,11 @@ def run() -> None:
     sizes = {flag.name: integers(flag) for flag in (BATCH_SIZES, CONTEXTS, BLOCKS)}
     methods = common.parse_methods(METHODS.value)
     setup = common.setup(common.CONFIG.value)
-    say(common.device_line())
+    if setup.cost_table is not None:
+        raise ValueError(f"--cost_table={setup.cost_table} is read by the other scripts; name the file to write by --out")
+    common.check_writable(OUT.value)
     engine = setup.open()
+    say(common.device_line(engine))
     table = passes.measure(
         engine,
         sizes["batch_sizes"],

@@ -20,9 +20,14 @@ find_python() {
 
 # Prints the extra that the machine's accelerator needs: tpu, cuda, or nothing.
 accelerator_extra() {
-    if compgen -G '/dev/accel*' >/dev/null || { [ -n "${TPU_NAME:-}" ] && compgen -G '/dev/vfio/*' >/dev/null; }; then
-        echo tpu
-    elif command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+    local device
+    for device in /sys/bus/pci/devices/*; do # Google's PCI ids of TPUs, v3 to 7x
+        case "$(cat "$device/vendor" "$device/device" 2>/dev/null | tr '\n' ' ')" in
+            '0x1ae0 0x0027 ' | '0x1ae0 0x0056 ' | '0x1ae0 0x005e ' | '0x1ae0 0x0062 ' | \
+                '0x1ae0 0x0063 ' | '0x1ae0 0x006f ' | '0x1ae0 0x0076 ') echo tpu && return ;;
+        esac
+    done
+    if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
         echo cuda
     fi
 }

@@ -14,7 +14,7 @@ from pathlib import Path
 from absl import flags
 
 from launch import common
-from specjax import Result, Sampling
+from specjax import Engine, Result, Sampling
 from specjax.bench import workloads
 from specjax.costs import CostTable
 from specjax.telemetry import say
@@ -44,8 +44,8 @@ def run() -> None:
     if JSON.value and STREAM.value:
         raise ValueError("--json prints one object at the end and --stream the text as it comes; give one of them")
     setup = common.setup(common.CONFIG.value)
-    say(common.device_line())
     engine = setup.open(method, draft)
+    say(common.device_line(engine))
     costs = setup.costs(engine)
     stream = (lambda row, piece: print(piece, end="", flush=True)) if STREAM.value else None
     for number, conversation in enumerate(conversations):
@@ -56,8 +56,8 @@ def run() -> None:
         seconds = time.perf_counter() - start - (engine.programs.compile_seconds - compiled)
         print("" if STREAM.value else json.dumps(as_json(result)) if JSON.value else result.text, flush=True)
         say(summary(method, result, seconds))
-        if costs is not None:
-            say(predicted(costs, engine.drafter.blocks[-1], result))
+        if costs is not None and method != "eager":
+            say(predicted(costs, method, engine, result))
 
 
 def chosen_method() -> list[tuple[str, str | None]]:
@@ -130,9 +130,10 @@ def summary(method: str, result: Result, seconds: float) -> str:
     )
 
 
-def predicted(costs: CostTable, block: int, result: Result) -> str:
-    """What the cost table says of a cycle that runs the drafter's whole block at this text's length."""
-    need = costs.break_even(block, 1, result.prompt_tokens + len(result.tokens))
+def predicted(costs: CostTable, method: str, engine: Engine, result: Result) -> str:
+    """What the cost table says of a cycle that runs the drafter's whole block in this text's cache bucket."""
+    block, slots = engine.drafter.blocks[-1], engine.bucket(result.prompt_tokens + len(result.tokens))
+    need = costs.break_even(block, 1, slots, method if method in costs.drafts else None)
     return f"cost table: a cycle over {block} tokens pays from {need:.2f} tokens on"
 
 

@@ -24,6 +24,10 @@ extra=
 if [ -n "$cpu" ]; then export JAX_PLATFORMS=cpu; else extra=$(accelerator_extra); fi
 prepare "$extra"
 
+if [ -n "$extra" ] && [ "$(.venv/bin/python -c 'import jax; print(jax.devices()[0].platform)')" = cpu ]; then
+    echo "a $extra device is here, but JAX does not reach it (an old driver?); going on with the CPU" >&2
+fi
+
 say "decoding twelve workloads eagerly and by lookup, about $minutes minutes; results as they come in runs/quickstart"
 exec .venv/bin/python -m launch.bench --config=configs/bench.py --methods=eager,lookup --workloads=all \
     --prompts_per_workload=10 --max_new_tokens=64 --minutes="$minutes" --out=runs/quickstart

@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 source launch/environment.sh
 
 prepare ""
-install_once torch 'torch==2.13.0' # before transformers, which would choose another build
+install_once torch 'torch==2.13.0' # one version, first: left to choose, pip may take a CUDA build of several GB
 install_once tests --editable '.[test]'
 export JAX_PLATFORMS=cpu
 exec .venv/bin/python -m pytest --numprocesses=2 --dist=loadfile "$@"

@@ -34,8 +34,8 @@ def process(logits: jax.Array, sampling: SamplingState) -> jax.Array:
     Temperature, then top-k, then top-p of what is left; tokens that tie at a threshold are all kept.
     Rows at temperature 0 come back unscaled.
     """
-    scaled = logits / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None]
-    scaled = jnp.maximum(scaled - scaled.max(-1, keepdims=True), MASKED)
+    scaled = logits - logits.max(-1, keepdims=True)
+    scaled = jnp.maximum(scaled / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None], MASKED)
 
     def top_k(scaled):
         k = jnp.minimum(jnp.where(sampling.top_k > 0, sampling.top_k, scaled.shape[-1]), scaled.shape[-1])
@@ -44,7 +44,8 @@ def process(logits: jax.Array, sampling: SamplingState) -> jax.Array:
 
     def top_p(scaled):
         weights = jnp.exp(scaled)
-        bound = threshold(scaled, weights, sampling.top_p * weights.sum(-1))
+        smallest = jnp.finfo(jnp.float32).tiny  # a mass of 0 would be reached by no token at all
+        bound = threshold(scaled, weights, jnp.maximum(sampling.top_p * weights.sum(-1), smallest))
         outside = (scaled < bound[:, None]) & (sampling.top_p < 1)[:, None]
         return jnp.where(outside, MASKED, scaled)
 
@@ -80,7 +81,7 @@ def gumbel(key: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
     """Gumbel noise [B, V] of request keys [B, 2] at text positions [B]; token i's does not depend on V."""
 
     def row(key, position):
-        return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(key), position), (vocab,), jnp.float32)
+        return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position), (vocab,), jnp.float32)
 
     return jax.vmap(row)(key, position)
 

@@ -85,6 +85,11 @@ def broken_row(target, folder):
     return f"--target={target}", f"--messages={folder / 'chat.jsonl'}"
 
 
+def blank_message(target, folder):
+    (folder / "chat.json").write_text(json.dumps([{"role": "user", "content": " "}]))
+    return f"--target={target}", f"--messages={folder / 'chat.json'}"
+
+
 def broken_template_args(target, folder):
     return f"--target={target}", "--prompt=w5", "--template_args={oops}"
 
@@ -98,6 +103,7 @@ def broken_template_args(target, folder):
         (truncated_gguf, "half.gguf"),
         (missing_shard, "model-00002-"),
         (broken_row, "chat.jsonl:2: not JSON"),
+        (blank_message, "ends with an empty message"),
         (broken_template_args, "--template_args"),
     ],
 )

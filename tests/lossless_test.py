@@ -3,8 +3,11 @@
 import functools
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 from scripted import (
     CHAIN,
     CHUNK,
@@ -25,8 +28,10 @@ from scripted import (
     wishes,
 )
 
-from specjax import Engine
+from specjax import Engine, trees
 from specjax.drafters.lookup import Lookup
+from specjax.sharding import spec
+from specjax.trees import Draft
 from specjax.verify.target_first import TargetFirst
 
 NEW = 32
@@ -158,10 +163,46 @@ def test_a_plan_of_several_block_sizes_changes_nothing():
     assert (np.asarray(state.stats.cycles) < NEW - 1).all()
 
 
-@pytest.mark.parametrize("draft", ["eager", "lookup"])
-def test_a_text_that_outgrows_its_cache_bucket_goes_on_in_the_next(draft, monkeypatch):
+@struct.dataclass
+class Successors:
+    """Proposes a chain by a table of its own, token -> next token [V], split over the vocabulary as a draft head's rows
+    are; with a `size` that covers less than the nodes it calls valid."""
+
+    table: jax.Array
+    blocks, depth, taps = (2, 4), 3, ()
+
+    def init(self, batch, slots):
+        return ()
+
+    def draft(self, state, tokens, count, sampling):
+        chain = [jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)]
+        for _ in range(self.depth):
+            chain.append(self.table[chain[-1]])
+        tree = trees.static(trees.branches(self.depth), jnp.ones((len(count), self.depth + 1), bool))
+        return Draft(tree, jnp.concatenate(chain, axis=1), jnp.where(count % 2 == 0, 2, 4))
+
+    def extend(self, state, tokens, features, count):
+        return state
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_drafter_with_parameters_of_its_own_and_surplus_nodes_changes_nothing(mesh):
+    place = target(MESHES[mesh])
+    follows = np.zeros(place.leaves[0].shape[0], np.int32)
+    for prompt, output in zip(prompts(), eager("greedy"), strict=True):
+        for token, after in itertools.pairwise([prompt[-1], *output]):
+            follows[token] = after
+    table = jax.device_put(follows, jax.NamedSharding(place.mesh, spec("vocab")))
+    method = Engine(place, (Successors(table), TargetFirst(Successors.depth)), chunk=CHUNK)
+    state = method.decode(method.prefill(method.start(prompts(), wishes(5, max_new_tokens=NEW), 5)))
+    assert outputs(state, 5) == eager("greedy")
+    assert np.asarray(state.stats.accepted)[:5].sum() > 10
+
+
+@pytest.mark.parametrize(("draft", "mesh"), [("eager", "one"), ("lookup", "one"), ("lookup", "eight")])
+def test_a_text_that_outgrows_its_cache_bucket_goes_on_in_the_next(draft, mesh, monkeypatch):
     """500 tokens of prompt and 40 of output: from 512 slots to 1,408, and the same in 1,408 from the start."""
-    place = target(max_position_embeddings=1280)
+    place = target(MESHES[mesh], max_position_embeddings=1280)
     prompt = prompts([500])
     drafter = LOOKUPS["tree"]
     method = "eager" if draft == "eager" else (drafter, TargetFirst(drafter.depth))

@@ -195,8 +195,8 @@ def test_smollm2_writes_64_greedy_tokens_of_transformers_on_a_prompt_of_each_wor
     smollm2()
     engine = specjax.load(max_context=1024)
     prompts = [min(workloads.load(name), key=lambda prompt: len(prompt.turns[0])) for name in workloads.WORKLOADS]
-    prompts = [engine.encode(prompt.turns[0][-1200:]) for prompt in prompts]
-    results = engine.generate(prompts, specjax.Sampling(max_new_tokens=64, ignore_end=True), batch_size=4)
+    prompts = [engine.encode(prompt.turns[0][-600:]) for prompt in prompts]
+    results = engine.generate(prompts, specjax.Sampling(max_new_tokens=64, ignore_end=True), batch_size=12)
     for prompt, result in zip(prompts, results, strict=True):
         assert len(result.tokens) == 64
         scores = expected(smollm2_in_transformers(), np.array([prompt + result.tokens[:-1]]))[len(prompt) - 1 :]

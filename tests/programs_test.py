@@ -58,8 +58,8 @@ def test_a_compile_is_announced_with_what_which_of_how_many_and_seconds(capsys):
     said = capsys.readouterr()
     assert said.out == ""
     lines = said.err.splitlines()
-    assert lines[0].startswith("compiled lookup prefill (batch 1, 256 slots): program 1 of at most 2 a batch size, ")
-    assert lines[1].startswith("compiled lookup loop (batch 1, 256 slots): program 2 of at most 2 a batch size, ")
+    assert lines[0].startswith("compiled lookup prefill for batch 1, 256 slots: 1 of at most 1 such programs, ")
+    assert lines[1].startswith("compiled lookup loop for batch 1, 256 slots: 1 of at most 1 such programs, ")
     assert engine.programs.compile_seconds > 0
 
 

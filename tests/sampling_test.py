@@ -116,6 +116,20 @@ def test_first_token_law(setting):
         chi_square(np.bincount(np.asarray(tokens), minlength=5), law)
 
 
+@pytest.mark.parametrize("law", [dict(temperature=1e-38), dict(temperature=1.0, top_p=1e-45), dict(temperature=1e-4)])
+def test_extreme_settings_leave_the_likeliest_token(law):
+    logits = jnp.array([[0.5, 3.0, 2.9, -1.0]])
+    law = {"temperature": 1.0, "top_p": 1.0} | law
+    state = SamplingState(
+        jnp.array([law["temperature"]], jnp.float32),
+        jnp.zeros(1, jnp.int32),
+        jnp.array([law["top_p"]], jnp.float32),
+        jnp.zeros((1, 2), jnp.uint32),
+    )
+    drawn = [int(jax.jit(draw)(logits, state, jnp.array([n]))[0]) for n in range(20)]
+    assert drawn == [1] * 20
+
+
 def test_noise_depends_on_seed_position_and_token_alone():
     keys = np.array([[0, 1], [0, 1], [0, 2]], np.uint32)
     noise = jax.jit(gumbel, static_argnums=2)

@@ -15,7 +15,7 @@ NEW, ROUNDS = 64, 5
 def test_eager_is_half_as_fast_again_as_transformers_generate(capsys):
     """Alternating, end to end (prefill included), the same float32 weights, prompt and number of tokens."""
     torch = pytest.importorskip("torch", reason="torch is a test extra: pip install torch")
-    model, engine = smollm2_in_transformers(), specjax.load(max_context=512)
+    model, engine = smollm2_in_transformers(), specjax.Setup(max_context=512, chunk=64).open()
     prompt = engine.encode("Explain in a few sentences how a sailing boat can move against the wind.")
     sampling = specjax.Sampling(max_new_tokens=NEW, ignore_end=True)
     ids = torch.tensor([prompt])

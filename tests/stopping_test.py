@@ -26,6 +26,7 @@ from scripted import (
 import specjax
 from specjax import Conversation, Engine, Sampling
 from specjax.decode.state import CONTEXT, LENGTH, STOP
+from specjax.decode.watch import Watch
 from specjax.drafters.lookup import Lookup
 
 PROMPT = np.random.default_rng(26).integers(0, 97, 9).tolist()  # its greedy text has 18 different tokens in 24
@@ -187,6 +188,35 @@ def test_a_stop_string_ends_and_clips_the_text(method):
     assert stop in words.decode(result.tokens) and stop not in words.decode(result.tokens[:-1])
     assert {row for row, _ in pieces} == {0}
     assert "".join(piece for _, piece in pieces) == result.text
+
+
+def test_what_may_begin_a_stop_string_is_held_back_behind_an_incomplete_character_too():
+    """Byte by byte: "ab" then a three-byte character; the stop string begins before its bytes are complete."""
+    data = "xy-\u6237z".encode()
+
+    class Bytes:
+        def decode(self, ids):
+            return bytes(ids).decode(errors="replace")
+
+    pieces = []
+    watch = Watch(Bytes(), [("-\u6237",)], lambda row, piece: pieces.append(piece))
+    ended = [watch.see(0, list(data[:n]), done=False) for n in range(1, len(data) + 1)]
+    assert "".join(pieces) == "xy" and ended.index(True) == len("xy-\u6237".encode()) - 1
+    assert watch.clip(0, list(data)) == (list(data[:-1]), "xy")
+
+
+def test_a_conversation_goes_on_after_an_interrupted_turn():
+    talk, untouched = Conversation(engine("lookup")), Conversation(engine("lookup"))
+    wish = Sampling(max_new_tokens=12)
+    for each in (talk, untouched):
+        each.say("t2 t40 t9", wish)
+
+    def interrupt(row, piece):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        talk.say("t3", wish, stream=interrupt)
+    assert talk.say("t4", wish).tokens == untouched.say("t4", wish).tokens
 
 
 def test_streamed_pieces_add_up_to_the_text_of_each_row():

@@ -8,8 +8,10 @@ import pathlib
 import re
 
 import pytest
+from checkpoints import smollm2
 
 from specjax.bench import workloads
+from specjax.loading.tokenizer import load_tokenizer
 
 DATA = pathlib.Path(os.environ["SPECJAX_DATA"]) if os.environ.get("SPECJAX_DATA") else None
 CHAT = [
@@ -79,12 +81,8 @@ def test_packaged_prompts_hold_no_repeated_filler():
 
 def token_lengths(name):
     """The number of tokens of each prompt of a workload, all of its turns together."""
-    tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer.from_file(str(data_file("tokenizer/tokenizer.json")))
-    return [
-        sum(len(tokenizer.encode(turn, add_special_tokens=False).ids) for turn in prompt.turns)
-        for prompt in workloads.load(name)
-    ]
+    tokenizer = load_tokenizer(smollm2())
+    return [sum(len(tokenizer.encode(turn)) for turn in prompt.turns) for prompt in workloads.load(name)]
 
 
 def test_token_lengths_run_from_a_dozen_to_three_thousand():

@@ -38,6 +38,8 @@ class Plan:
     def __post_init__(self):
         if not self.batch_sizes or any(size < 1 for size in self.batch_sizes):
             raise ValueError(f"batch sizes {self.batch_sizes} must be 1 or more")
+        if not self.temperatures:
+            raise ValueError("no temperature is given; 0 is greedy")
         if self.max_new_tokens < 2:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}; a decode to be timed needs 2 or more")
         if self.minutes < 0:
@@ -85,7 +87,7 @@ def run(
             progress.set_postfix_str(f"{workload}, batch {batch_size}, temperature {temperature:g}")
             cells.append(bench.cell(workload, workloads[workload], batch_size, temperature, progress))
             runs += [
-                record(cells[-1], name, floor, costs, engine.drafter.blocks[-1])
+                record(cells[-1], name, floor, costs, engine)
                 for name, engine in bench.engines.items()
             ]
             means = summary(cells)

@@ -22,7 +22,7 @@ from specjax import cache
 from specjax.costs import CostTable, environment
 from specjax.decode.engine import Engine
 from specjax.decode.request import Sampling
-from specjax.decode.state import DecodeState
+from specjax.decode.step import propose
 from specjax.decode.target import Target
 from specjax.drafters.lookup import Lookup
 from specjax.sharding import rowwise
@@ -95,8 +95,8 @@ def check_sizes(engine: Engine, batches, contexts, blocks, repeats: int) -> None
             raise ValueError(f"{name} are {', '.join(map(str, sizes))}; give positive integers")
     if 1 not in blocks:
         raise ValueError(f"blocks are {', '.join(map(str, blocks))}; block 1 must be among them, the eager pass")
-    if max(contexts) > engine.max_context:
-        raise ValueError(f"context {max(contexts)} is above max_context {engine.max_context}; choose a smaller one")
+    if max(contexts) > engine.buckets[-1]:
+        raise ValueError(f"context {max(contexts)} is above {engine.buckets[-1]}, the most slots a cache has; choose less")
     rows = engine.target.mesh.shape["data"]
     if odd := [batch for batch in batches if batch % rows]:
         raise ValueError(f"batch size {odd[0]} does not divide over data={rows} of the mesh; give multiples of {rows}")
@@ -147,10 +147,7 @@ def draft_job(engine: Engine, batch: int, slots: int) -> Job:
     is as wide as in decoding: as wide as the engine's context allows."""
     state = engine.start([prompt(engine, slots)] * batch, [GREEDY] * batch, batch)
 
-    def run(drafter, state: DecodeState):
-        return rowwise(drafter.draft)(state.drafter, state.text.tokens, state.text.count, state.sampling)
-
-    program = jax.jit(run)
+    program = jax.jit(propose)
 
     def timed(_):
         with jax.set_mesh(engine.target.mesh):

@@ -9,6 +9,7 @@ import numpy as np
 from specjax.bench.lossless import Comparison
 from specjax.bench.timing import Turn, pooled
 from specjax.costs import CostTable
+from specjax.decode.engine import Engine
 from specjax.decode.request import GenerationStats
 
 RESAMPLES = 2000
@@ -28,9 +29,9 @@ class Cell:
     compiled: dict[str, tuple[float, int]]  # seconds and programs so far, at this batch size
 
 
-def record(cell: Cell, method: str, floor_ms: float | None, costs: CostTable | None, block: int) -> dict:
-    """One run of results.json. `floor_ms`: the time that reading the parameters once takes, if it is known; `block`:
-    the largest block of the method's drafter, whose price `costs` knows."""
+def record(cell: Cell, method: str, floor_ms: float | None, costs: CostTable | None, engine: Engine) -> dict:
+    """One run of results.json. `floor_ms`: the time that reading the parameters once takes, if it is known; `costs`:
+    the prices of a cycle of `engine`, if a table was given."""
     batches, comparison = cell.turns[method], cell.comparisons[method]
     turns = [turn for batch in batches for turn in batch]
     stats = pooled([turn.stats for turn in turns])
@@ -55,7 +56,7 @@ def record(cell: Cell, method: str, floor_ms: float | None, costs: CostTable | N
         "tokens_per_second": stats.emitted / decode if decode else None,
         "speedup": ratio(samples),
         "speedup_interval": interval([samples]),
-        "predicted_speedup": predicted_speedup(costs, method, block, turns, cell.batch_size),
+        "predicted_speedup": predicted_speedup(costs, method, engine, turns, cell.batch_size),
         "end_to_end_speedup": ratio(end_to_end_samples(cell, method)),
         "end_to_end_interval": interval([end_to_end_samples(cell, method)]),
         **acceptance(stats),
@@ -76,16 +77,18 @@ def record(cell: Cell, method: str, floor_ms: float | None, costs: CostTable | N
 
 
 def predicted_speedup(
-    costs: CostTable | None, method: str, block: int, turns: Sequence[Turn], batch_size: int
+    costs: CostTable | None, method: str, engine: Engine, turns: Sequence[Turn], batch_size: int
 ) -> float | None:
     """What the cost table makes of the measured acceptance: tokens per cycle over the price of a cycle, in passes over
-    one token. A cycle that proposed something is priced as the largest block, any other as one token."""
+    one token. A row's cycle that proposed something is priced as the largest block, any other as one token; at batch
+    sizes above 1 that is too cheap, because one row that drafts makes the pass wide for all."""
     stats = pooled([turn.stats for turn in turns])
     if costs is None or method not in costs.drafts or not stats.cycles:
         return None
-    context = int(np.mean([len(ids) + turn.new_tokens / len(turn.prompts) for turn in turns for ids in turn.prompts]))
+    lengths = [len(ids) + turn.new_tokens // len(turn.prompts) for turn in turns for ids in turn.prompts]
+    context = engine.bucket(int(np.mean(lengths)))
     drafting = stats.drafted_at[0] / stats.cycles
-    one, full = (costs.target_ms(tokens, batch_size, context) for tokens in (1, block))
+    one, full = (costs.target_ms(tokens, batch_size, context) for tokens in (1, engine.drafter.blocks[-1]))
     cycle = drafting * full + (1 - drafting) * one + costs.draft_ms(method, batch_size, context)
     return stats.tokens_per_cycle * one / cycle
 

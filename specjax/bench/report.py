@@ -116,7 +116,8 @@ def sentence(results: dict) -> str:
     left_out = f"; {', '.join(different)} left out: its text differs from eager's" if different else ""
     fit = [row for row in drafting if row["method"] not in different]
     if not fit:
-        return f"No method can be recommended, since none but eager was measured{left_out}."
+        none = "nothing was decoded to time it by" if len(results["summary"]) > 1 else "none but eager was measured"
+        return f"No method can be recommended{left_out or f', since {none}'}."
     best = max(fit, key=lambda row: row["speedup"])
     noise = next(row for row in of_setting(results["summary"], place(best)) if row["method"] == "eager")
     figure = f"{best['method']} at {words(best)} is {times(best)} eager's speed (eager against itself: {times(noise)})"

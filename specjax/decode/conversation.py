@@ -23,10 +23,10 @@ class Conversation:
             raise ValueError("the message is empty; give it some text")
         asked = [*self.messages, {"role": "user", "content": text}]
         ids = self._engine.encode(asked, "the conversation")
-        if self._state is None:
-            state = self._engine.start([ids], [sampling], 1)
-        else:
-            state = self._engine.restart(self._state, ids, sampling)
+        # Decoding consumes the state: if it is interrupted, the next turn has to begin afresh.
+        held, self._state = self._state, None
+        fresh = held is None
+        state = self._engine.start([ids], [sampling], 1) if fresh else self._engine.restart(held, ids, sampling)
         self._state, (result,) = self._engine.finish(self._engine.prefill(state), [sampling], stream)
         self.messages = [*asked, {"role": "assistant", "content": result.text}]
         return result

@@ -46,7 +46,12 @@ class Engine:
     ):
         limit = target.config.max_context
         if max_context is not None and not 0 < max_context <= limit:
-            raise ValueError(f"max_context {max_context} is outside 1 to {limit}, the context that {target.name} was made for")
+            raise ValueError(
+                f"max_context {max_context} is outside 1 to {limit}, the context that {target.name} was made for; "
+                f"pass --max_context=N up to {limit}"
+            )
+        if chunk < 1:
+            raise ValueError(f"chunk is {chunk}; a prefill pass takes 1 prompt token or more")
         keep_compiled_programs()
         self.target, self.max_context, self.chunk = target, max_context or limit, chunk
         self.template_args = dict(template_args or {})
@@ -106,6 +111,8 @@ class Engine:
             message = {"role": "user", "content": prompt}
             ids = words.encode_chat([message], self.template_args) if chat else words.encode(prompt)
         elif len(prompt) and isinstance(prompt[0], dict):
+            if not prompt[-1].get("content", "").strip():
+                raise ValueError(f"{name} ends with an empty message; give it some text")
             ids = words.encode_chat(prompt, self.template_args)
         else:
             ids = [int(i) for i in prompt]
@@ -179,6 +186,10 @@ class Engine:
                 state = self._stopped(self.decode(state, SLICE), watch)
         return state, [self._result(state, row, watch) for row in range(len(wishes))]
 
+    def bucket(self, slots: int) -> int:
+        """The smallest cache size that has `slots` slots."""
+        return next(size for size in self.buckets if size >= slots)
+
     def abstract(self, batch: int, slots: int) -> DecodeState:
         """Shapes and shardings of a state: what ahead-of-time compilation needs."""
 
@@ -239,7 +250,7 @@ class Engine:
         """The state in the smallest bucket that has `slots` slots and is no smaller than its own."""
         if slots <= state.cache.slots:
             return state
-        bucket = next(size for size in self.buckets if size >= slots)
+        bucket = self.bucket(slots)
         with jax.set_mesh(self.target.mesh):
             return state.replace(cache=self._grow(state.cache, bucket))
 

@@ -75,8 +75,9 @@ class Programs:
                 self._compiled[key] = lowered.compile()
             seconds = time.perf_counter() - start
             self.compile_seconds += seconds
+            alike = sum(known[:2] == (kind, batch) for known in self._compiled)
             say(
-                f"compiled {self._name} {kind} (batch {batch}, {slots} slots): program {len(self)} of at most "
-                f"{2 * len(self._buckets)} a batch size, {seconds:.1f} s"
+                f"compiled {self._name} {kind} for batch {batch}, {slots} slots: {alike} of at most "
+                f"{len(self._buckets)} such programs, {seconds:.1f} s"
             )
         return self._compiled[key]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-MAX_SEED = 2**32
+MAX_SEED, MAX_COUNT = 2**32, 2**31
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class Sampling:
             if not ok:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {what}")
 
-        need(_is_int(self.max_new_tokens) and self.max_new_tokens >= 0, "max_new_tokens", "an integer from 0 up")
+        need(_is_count(self.max_new_tokens), "max_new_tokens", "an integer from 0 to 2^31 - 1")
         need(_is_real(self.temperature) and self.temperature >= 0, "temperature", "a number from 0 up")
-        need(_is_int(self.top_k) and self.top_k >= 0, "top_k", "an integer from 0 (off) up")
+        need(_is_count(self.top_k), "top_k", "an integer from 0 (off) to 2^31 - 1")
         need(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
         need(_is_int(self.seed) and 0 <= self.seed < MAX_SEED, "seed", "an integer from 0 to 2^32 - 1")
         need(not isinstance(self.stop, str) and all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
@@ -90,7 +90,8 @@ class GenerationStats:
 @dataclasses.dataclass(frozen=True)
 class Result:
     """A finished text. `tokens` holds the end token if there was one; `finish_reason` is "stop" or "length";
-    `context_full`: it was the context, not max_new_tokens, that set the length."""
+    `context_full`: it was the context, not max_new_tokens, that set the length. `stats` count whole cycles, also the few that had run
+    past a stop string before it was found."""
 
     text: str
     tokens: list[int]
@@ -102,6 +103,10 @@ class Result:
 
 def _is_int(value) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value) -> bool:
+    return _is_int(value) and 0 <= value < MAX_COUNT
 
 
 def _is_real(value) -> bool:

@@ -35,9 +35,11 @@ class Setup:
         Raises ValueError or FileNotFoundError in one sentence.
         """
         target = load_target(self.target, mesh=self.mesh, dtype=self.dtype, tokenizer=self.tokenizer)
-        return Engine(
-            target, method, draft, max_context=self.max_context, chunk=self.chunk, template_args=self.template_args
-        )
+        room, limit = self.max_context, target.config.max_context
+        if room is not None and room > limit:
+            say(f"max_context {room} is beyond the {limit} tokens that {target.name} was made for; going on with {limit}")
+            room = limit
+        return Engine(target, method, draft, max_context=room, chunk=self.chunk, template_args=self.template_args)
 
     def costs(self, engine: Engine) -> CostTable | None:
         """The cost table, if one was given; a line says so if it was measured in another environment.

@@ -22,9 +22,7 @@ def step(target: Transformer, drafter: Drafter, verifier: Verifier, state: Decod
     Every row must have room for drafter.depth + 1 more tokens in its cache (see `fits`).
     """
     with jax.named_scope("draft"):
-        # Called through its class, so that a drafter's own parameters are arguments of `rowwise`, not closed over.
-        propose = rowwise(type(drafter).draft)
-        draft = propose(drafter, state.drafter, state.text.tokens, state.text.count, state.sampling)
+        draft = propose(drafter, state)
     with jax.named_scope("target"):
         output = target_pass(target, drafter, state, draft)
     with jax.named_scope("verify"):
@@ -36,6 +34,18 @@ def step(target: Transformer, drafter: Drafter, verifier: Verifier, state: Decod
         drafter_state = drafter.extend(state.drafter, accepted, features, taken)
         stats = rowwise(_count)(state.stats, draft, taken)
     return state.replace(text=text, cache=cache, drafter=drafter_state, stats=stats)
+
+
+def propose(drafter: Drafter, state: DecodeState) -> Draft:
+    """The drafter's proposal, without nodes past its `size` and without any in finished rows."""
+
+    def run(drafter, state, text, sampling):
+        draft = drafter.draft(state, text.tokens, text.count, sampling)
+        within = (jnp.arange(draft.tokens.shape[1]) < draft.size[:, None]) & text.running[:, None]
+        return draft.replace(tree=draft.tree.replace(valid=draft.tree.valid & within))
+
+    # The drafter is an argument, not closed over: `rowwise` has to see its own parameters.
+    return rowwise(run)(drafter, state.drafter, state.text, state.sampling)
 
 
 def fits(state: DecodeState, tokens: int) -> jax.Array:

@@ -1,5 +1,6 @@
 """Watches text grow: passes pieces on as they are certain, finds stop strings and clips at them."""
 
+import bisect
 from collections.abc import Callable, Sequence
 
 from specjax.loading.tokenizer import Tokenizer
@@ -39,7 +40,8 @@ class Watch:
         spot = self._spot(row, text)
         if spot is None:
             return tokens, text
-        kept = next(n for n in range(len(tokens) + 1) if self._spot(row, self._decode(tokens[:n])) is not None)
+        lengths = range(len(tokens) + 1)
+        kept = bisect.bisect_left(lengths, True, key=lambda n: self._spot(row, self._decode(tokens[:n])) is not None)
         return tokens[:kept], text[:spot]
 
     def _decode(self, tokens: list[int]) -> str:
@@ -51,7 +53,6 @@ class Watch:
 
     def _uncertain(self, row: int, text: str) -> int:
         """How many characters at the end may still change or turn out to begin a stop string."""
-        held = len(text) - len(text.rstrip(INCOMPLETE))
-        for stop in self._stops[row]:
-            held = max([held, *(n for n in range(1, len(stop)) if text.endswith(stop[:n]))])
-        return held
+        certain = text.rstrip(INCOMPLETE)
+        begun = (n for stop in self._stops[row] for n in range(1, len(stop)) if certain.endswith(stop[:n]))
+        return len(text) - len(certain) + max(begun, default=0)

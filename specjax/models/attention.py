@@ -56,7 +56,7 @@ class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; q, k and v come from one fused product."""
 
     def __init__(self, config: ModelConfig, window: int | None, *, rngs: nnx.Rngs, dtype):
-        groups, per_group = padded(config.kv_heads, "kv_heads"), config.heads // config.kv_heads
+        groups, per_group = padded(config.kv_heads, "kv_heads"), config.group
         self.window, self.eps, self.per_group = window, config.norm_eps, per_group
         shape = (groups, per_group + 2, config.head_dim)
         self.qkv = parameter(rngs, (*shape, config.width), ("kv_heads", None, None, None), dtype)
