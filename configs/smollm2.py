@@ -3,7 +3,7 @@
     python -m launch.generate --config=configs/smollm2.py --method=lookup --prompt="Write a limerick about a mesh."
     python -m launch.costs --config=configs/smollm2.py --out=costs.json
 
-Figure to expect: (from the measured run)
+Figure to expect on two CPU cores: 27 to 32 ms a token eagerly, 1.6 times the floor (README.md, Figures).
 """
 
 from configs.common import from_dataclass
