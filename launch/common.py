@@ -116,7 +116,7 @@ def _json_object(name: str, text: str) -> dict:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is no JSON ({error}); give an object like {{\"enable_thinking\": false}}") from error
+        raise ValueError(f'{name} is no JSON ({error}); give an object like {{"enable_thinking": false}}') from error
     if not isinstance(value, dict):
-        raise ValueError(f"{name} is {text}; give a JSON object like {{\"enable_thinking\": false}}")
+        raise ValueError(f'{name} is {text}; give a JSON object like {{"enable_thinking": false}}')
     return value

@@ -36,7 +36,9 @@ def run() -> None:
     methods = common.parse_methods(METHODS.value)
     setup = common.setup(common.CONFIG.value)
     if setup.cost_table is not None:
-        raise ValueError(f"--cost_table={setup.cost_table} is read by the other scripts; name the file to write by --out")
+        raise ValueError(
+            f"--cost_table={setup.cost_table} is read by the other scripts; name the file to write by --out"
+        )
     common.check_writable(OUT.value)
     engine = setup.open()
     say(common.device_line(engine))

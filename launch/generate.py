@@ -98,8 +98,13 @@ def read_conversations() -> list[str | list[dict]]:
         messages = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no JSON ({error}); JSONL needs a name that ends in .jsonl") from error
-    well_formed = isinstance(messages, list) and messages and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
+    well_formed = (
+        isinstance(messages, list)
+        and messages
+        and all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in messages
+        )
     )
     if not well_formed or messages[-1]["role"] != "user":
         raise ValueError(f"{path} must hold a list of {{role, content}} whose last role is user")

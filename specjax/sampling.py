@@ -74,14 +74,20 @@ def threshold(values: jax.Array, weights: jax.Array, mass: jax.Array) -> jax.Arr
 def draw(logits: jax.Array, sampling: SamplingState, position: jax.Array) -> jax.Array:
     """The token [B] at text `position` [B], sampled from logits [B, V] (greedy where temperature is 0)."""
     weights = process(logits, sampling)
-    return greedy(jnp.where((sampling.temperature > 0)[:, None], weights + gumbel(sampling.key, position, logits.shape[-1]), logits))
+    return greedy(
+        jnp.where(
+            (sampling.temperature > 0)[:, None], weights + gumbel(sampling.key, position, logits.shape[-1]), logits
+        )
+    )
 
 
 def gumbel(key: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
     """Gumbel noise [B, V] of request keys [B, 2] at text positions [B]; token i's does not depend on V."""
 
     def row(key, position):
-        return jax.random.gumbel(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position), (vocab,), jnp.float32)
+        return jax.random.gumbel(
+            jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position), (vocab,), jnp.float32
+        )
 
     return jax.vmap(row)(key, position)
 

@@ -27,7 +27,9 @@ def parse_mesh(text: str) -> dict[str, int]:
     for part in filter(None, text.split(",")):
         name, _, size = part.partition("=")
         if name.strip() not in sizes or not size.strip().isdigit() or int(size) < 1:
-            raise ValueError(f"mesh part {part!r} is not AXIS=SIZE with an axis of {', '.join(AXES)}; try data=1,model=4")
+            raise ValueError(
+                f"mesh part {part!r} is not AXIS=SIZE with an axis of {', '.join(AXES)}; try data=1,model=4"
+            )
         sizes[name.strip()] = int(size)
     return sizes
 
@@ -41,7 +43,9 @@ def make_mesh(text: str = "", devices=None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     need = math.prod(sizes.values())
     if need > len(devices):
-        raise ValueError(f"mesh {text!r} needs {need} devices and {len(devices)} are here; choose sizes whose product fits")
+        raise ValueError(
+            f"mesh {text!r} needs {need} devices and {len(devices)} are here; choose sizes whose product fits"
+        )
     grid = np.array(devices[:need]).reshape(tuple(sizes.values()))
     return Mesh(grid, AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
@@ -71,7 +75,7 @@ def padded(size: int, axis: str) -> int:
 
 
 def rowwise(function):
-    """`function` run with compiler-chosen partitioning inside; every array it returns leads with B and is split by rows.
+    """`function` with compiler-chosen partitioning inside; every array it returns leads with B and is split by rows.
 
     For code that only gathers and compares within a row, where naming the split of each intermediate would say nothing.
     """

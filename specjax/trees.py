@@ -1,12 +1,12 @@
 """Draft trees: which node continues which.
 
-    node      0        0 is the last accepted token, the root; a parent always stands before its children.
-            / | \\      depth counts from the root, so a node's position in the text is
-           1  4  6     position(root) + depth, whatever its number is.
-           |  |
-           2  5        The shape (number of nodes T, depth) is static; contents may differ per row. A node
-           |           that is not valid in a row attends only to itself and is never accepted.
-           3
+node      0        0 is the last accepted token, the root; a parent always stands before its children.
+        / | \\      depth counts from the root, so a node's position in the text is
+       1  4  6     position(root) + depth, whatever its number is.
+       |  |
+       2  5        The shape (number of nodes T, depth) is static; contents may differ per row. A node
+       |           that is not valid in a row attends only to itself and is never accepted.
+       3
 """
 
 import jax
@@ -26,9 +26,7 @@ class Tree:
 
     def first(self, nodes: int) -> "Tree":
         """The tree of the leading nodes: a prefix of an ordered tree is a tree."""
-        return Tree(
-            self.parent[:, :nodes], self.depth[:, :nodes], self.mask[:, :nodes, :nodes], self.valid[:, :nodes]
-        )
+        return Tree(self.parent[:, :nodes], self.depth[:, :nodes], self.mask[:, :nodes, :nodes], self.valid[:, :nodes])
 
 
 @struct.dataclass
@@ -62,7 +60,10 @@ def static(parents: np.ndarray, valid: jax.Array) -> Tree:
     shape = valid.shape
     seen = (mask & valid[:, None, :] & valid[:, :, None]) | np.eye(nodes, dtype=bool)
     return Tree(
-        jnp.broadcast_to(parents, shape).astype(jnp.int32), jnp.broadcast_to(depth, shape).astype(jnp.int32), seen, valid
+        jnp.broadcast_to(parents, shape).astype(jnp.int32),
+        jnp.broadcast_to(depth, shape).astype(jnp.int32),
+        seen,
+        valid,
     )
 
 

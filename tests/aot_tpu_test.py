@@ -91,7 +91,10 @@ def moves(cycle: Cycle, outside: bool) -> list[tuple[int, str]]:
     return [
         (2 * int(np.prod(shapes(result)[0])), line.strip()[:200])
         for where, result, opcode, line in cycle.instructions
-        if where == outside and opcode in ("copy", "transpose") and result.startswith("bf16") and "S(1)" not in result
+        if where == outside
+        and opcode in ("copy", "transpose")
+        and result.startswith("bf16")
+        and "S(1)" not in result
         and int(np.prod(shapes(result)[0])) in sizes
     ]
 

@@ -27,9 +27,7 @@ def inputs(dtype=np.float32):
 def one_softmax(q, k, v, cache_k, cache_v, positions, mask, window) -> np.ndarray:
     out = np.zeros_like(q)
     for row, node, head, group in np.ndindex(ROWS, NODES, HEADS, GROUPS):
-        seen = [
-            slot for slot in range(LENGTH[row]) if window is None or slot > positions[row, node] - window
-        ]
+        seen = [slot for slot in range(LENGTH[row]) if window is None or slot > positions[row, node] - window]
         nodes = [
             other
             for other in range(KEYS)

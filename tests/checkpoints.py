@@ -58,9 +58,7 @@ def smollm2() -> GgufCheckpoint:
 def reference_model(family: str, fields: Mapping):
     """A random transformers model of `family`; norms and biases are random too, so none can be swapped."""
     torch = pytest.importorskip("torch", reason="torch is a test extra: pip install torch")
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is a test extra: pip install transformers"
-    )
+    transformers = pytest.importorskip("transformers", reason="transformers is a test extra: pip install transformers")
     config = transformers.AutoConfig.for_model(family, **(TINY | dict(fields)))
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()

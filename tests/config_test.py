@@ -73,18 +73,14 @@ def test_head_dim_is_read_and_not_derived():
 
 def test_llama3_frequencies_are_the_known_numbers():
     for fields in spellings("llama3", 10000.0):
-        np.testing.assert_allclose(
-            config(**fields).rope.frequencies(8), [1, 0.0130423, 0.00125, 0.000125], rtol=1e-5
-        )
+        np.testing.assert_allclose(config(**fields).rope.frequencies(8), [1, 0.0130423, 0.00125, 0.000125], rtol=1e-5)
     np.testing.assert_allclose(config().rope.frequencies(8), [1, 0.1, 0.01, 0.001], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_frequencies_equal_transformers_from_every_spelling(name, head_dim):
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is a test extra: pip install transformers"
-    )
+    transformers = pytest.importorskip("transformers", reason="transformers is a test extra: pip install transformers")
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
     kind, theta = name.split("-")[0], 50000.0
     parameters = {"rope_type": kind, "rope_theta": theta} | SCALINGS[name]

@@ -120,9 +120,7 @@ def test_mixed_float_types_are_cast(copy):
     want = load(folder)
     types = [np.float16, jnp.bfloat16, np.float32]
     tensors = load_file(folder / "model.safetensors")
-    change_tensors(
-        folder, {name: value.astype(types[i % 3]) for i, (name, value) in enumerate(tensors.items())}
-    )
+    change_tensors(folder, {name: value.astype(types[i % 3]) for i, (name, value) in enumerate(tensors.items())})
     got = load(folder)
     for path, value in want.items():
         assert got[path].dtype == np.float32
@@ -268,9 +266,7 @@ def test_k_quants_equal_the_reference_dequantiser(tmp_path, kind):
     name = "model.layers.0.mlp.down_proj.weight"
     change_tensors(folder, {name: None})
     down = "blk.0.ffn_down.weight"
-    checkpoint = open_checkpoint(
-        save_gguf(tmp_path / "k.gguf", folder, tensors={down: data}, kinds={down: kind})
-    )
+    checkpoint = open_checkpoint(save_gguf(tmp_path / "k.gguf", folder, tensors={down: data}, kinds={down: kind}))
     assert checkpoint.shapes[name] == (32, 256)
     np.testing.assert_array_equal(checkpoint.read(name), gguf.dequantize(data, kind))
     assert np.abs(checkpoint.read(name)).max() > 1
@@ -284,9 +280,7 @@ def test_llama3_frequencies_from_gguf(saved, tmp_path):
     rope = open_checkpoint(path).config.rope
     np.testing.assert_allclose(rope.frequencies(8), [1, 0.0130423, 0.00125, 0.000125], rtol=1e-5)
     with pytest.raises(ValueError, match="has 4 values in rope_freqs.weight; 8 are needed"):
-        open_checkpoint(
-            save_gguf(tmp_path / "b.gguf", saved["llama"], tensors={"rope_freqs.weight": divisors})
-        )
+        open_checkpoint(save_gguf(tmp_path / "b.gguf", saved["llama"], tensors={"rope_freqs.weight": divisors}))
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])

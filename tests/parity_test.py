@@ -69,9 +69,7 @@ def forward(model, tokens, positions, prefix, mask):
     return model(tokens, positions, prefix, mask).logits
 
 
-def logits(
-    target: Path | Checkpoint, tokens: np.ndarray = TOKENS, dtype=jnp.float32, mesh: str = ""
-) -> np.ndarray:
+def logits(target: Path | Checkpoint, tokens: np.ndarray = TOKENS, dtype=jnp.float32, mesh: str = "") -> np.ndarray:
     """Logits [T, V] of one causal pass with nothing cached."""
     mesh, model = load(target, dtype, mesh)
     length = tokens.shape[1]
@@ -127,18 +125,14 @@ def test_a_tied_checkpoint_may_repeat_the_embedding_as_head(tmp_path):
     folder = save_folder(tmp_path, "llama", fields)
     tensors = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in tensors
-    save_file(
-        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, folder / "model.safetensors"
-    )
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}, folder / "model.safetensors")
     np.testing.assert_allclose(logits(folder), expected_of("llama", json.dumps(fields)), atol=1e-4, rtol=0)
 
 
 def test_a_tied_checkpoint_with_another_head_is_refused(tmp_path):
     folder = save_folder(tmp_path, "llama", CASES["llama-tied"][1])
     tensors = load_file(folder / "model.safetensors")
-    save_file(
-        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, folder / "model.safetensors"
-    )
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, folder / "model.safetensors")
     with pytest.raises(ValueError, match="says tie_word_embeddings but its lm_head.weight differs"):
         load(folder)
 
@@ -180,13 +174,17 @@ def smollm2_in_transformers():
     transformers = pytest.importorskip("transformers", reason="transformers is a test extra: pip install transformers")
     torch = pytest.importorskip("torch", reason="torch is a test extra: pip install torch")
     path = smollm2().path
-    return transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    ).eval()
 
 
 def test_smollm2_logits_equal_transformers_own_gguf_loader():
     tokens = np.random.default_rng(1).integers(17, 49152, (1, 40))
     tokens[0, :5] = [504, 3575, 282, 4649, 314]  # "The capital of France is"
-    np.testing.assert_allclose(logits(smollm2(), tokens), expected(smollm2_in_transformers(), tokens), atol=1e-3, rtol=0)
+    np.testing.assert_allclose(
+        logits(smollm2(), tokens), expected(smollm2_in_transformers(), tokens), atol=1e-3, rtol=0
+    )
 
 
 def test_smollm2_writes_64_greedy_tokens_of_transformers_on_a_prompt_of_each_workload():

@@ -14,9 +14,7 @@ from specjax.models.rope import Rope
 from specjax.sharding import make_mesh
 
 SMALL = ModelConfig("llama", 512, 64, 6, 4, 2, 32, 128, 2048, 1e-5, Rope(10000.0), (None,) * 6)
-SMOLLM2 = ModelConfig(
-    "llama", 49152, 576, 30, 9, 3, 64, 1536, 8192, 1e-5, Rope(100000.0), (None,) * 30, tied=True
-)
+SMOLLM2 = ModelConfig("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192, 1e-5, Rope(100000.0), (None,) * 30, tied=True)
 
 
 def abstract_target(config: ModelConfig, mesh, dtype=jnp.float32) -> Target:

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import CHUNK, FIELDS, MESHES, TREE, outputs, save_target, scripted, tensors, wishes
 from scipy.stats import chi2
+from scripted import CHUNK, FIELDS, MESHES, TREE, outputs, save_target, scripted, tensors, wishes
 
 from specjax import Engine, load_target
 from specjax.drafters.lookup import Lookup

@@ -43,12 +43,12 @@ def engine(shape: str) -> Engine:
     return scripted(target(), SHAPES[shape]) if shape in SHAPES else Engine(target(), shape, chunk=CHUNK)
 
 
-def run(shape: str, asked: list[list[int]], wanted: list[Sampling], ends: dict[int, int] = {}, loop: str = "whole"):
+def run(shape: str, asked: list[list[int]], wanted: list[Sampling], ends: dict[int, int] | None = None, loop="whole"):
     """(new tokens, final state) with the oracle for a draft; `ends`: row -> its end token."""
     method, rows = engine(shape), len(asked)
     state = method.start(asked, wanted, rows)
     known = np.full(state.text.ends.shape, -1, np.int32)
-    for row, token in ends.items():
+    for row, token in (ends or {}).items():
         known[row] = token
     ending = jax.device_put(known, state.text.ends.sharding)
     state = method.prefill(state.replace(text=state.text.replace(ends=ending)))

@@ -38,9 +38,7 @@ HELLO = [{"role": "user", "content": "a b"}]
 
 def write_tokenizer(folder: Path, *, adds_bos: bool = False, **fields) -> Path:
     """A word-level tokenizer; `adds_bos`: its post-processor writes <s> first; `fields` of its config."""
-    backend = tokenizers.Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
-    )
+    backend = tokenizers.Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.add_special_tokens(["<s>", "</s>", "<pad>", "<|user|>"])
     if adds_bos:
@@ -83,7 +81,7 @@ def prompts(data) -> list[str]:
 
 
 def test_ids_equal_the_reference_tokenizer_on_the_projects_own_prompts(smollm):
-    """What a reference tokenizer.json made of beginnings of the benchmark's prompts; it stands in for the data folder."""
+    """What a reference tokenizer.json made of beginnings of the benchmark's prompts: stands in for the data folder."""
     rows = [json.loads(line) for line in (Path(__file__).parent / "fixtures" / "tokenizer_ids.jsonl").open()]
     assert len(rows) > 30
     for row in rows:
@@ -120,9 +118,7 @@ def test_folder_and_gguf_tokenizers_agree(smollm, data):
 
 
 def test_chat_ids_equal_transformers(smollm, data, prompts):
-    transformers = pytest.importorskip(
-        "transformers", reason="transformers is a test extra: pip install transformers"
-    )
+    transformers = pytest.importorskip("transformers", reason="transformers is a test extra: pip install transformers")
     settings = json.loads((data / "tokenizer" / "tokenizer_config.json").read_text())
     reference = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(data / "tokenizer" / "tokenizer.json"),
@@ -245,9 +241,7 @@ def test_template_features(tmp_path):
 )
 def test_template_errors_are_one_sentence(tmp_path, template, message):
     tokenizer = load(write_tokenizer(tmp_path, chat_template=template))
-    with pytest.raises(
-        ValueError, match=rf"does not take these messages \(roles: user\): .*{message}"
-    ) as error:
+    with pytest.raises(ValueError, match=rf"does not take these messages \(roles: user\): .*{message}") as error:
         tokenizer.render(HELLO)
     assert "\n" not in str(error.value)
 

@@ -86,10 +86,7 @@ def run(
         for (batch_size, temperature), workload in itertools.product(grid, workloads):
             progress.set_postfix_str(f"{workload}, batch {batch_size}, temperature {temperature:g}")
             cells.append(bench.cell(workload, workloads[workload], batch_size, temperature, progress))
-            runs += [
-                record(cells[-1], name, floor, costs, engine)
-                for name, engine in bench.engines.items()
-            ]
+            runs += [record(cells[-1], name, floor, costs, engine) for name, engine in bench.engines.items()]
             means = summary(cells)
             about = {
                 "floor_ms": floor,

@@ -96,7 +96,9 @@ def check_sizes(engine: Engine, batches, contexts, blocks, repeats: int) -> None
     if 1 not in blocks:
         raise ValueError(f"blocks are {', '.join(map(str, blocks))}; block 1 must be among them, the eager pass")
     if max(contexts) > engine.buckets[-1]:
-        raise ValueError(f"context {max(contexts)} is above {engine.buckets[-1]}, the most slots a cache has; choose less")
+        raise ValueError(
+            f"context {max(contexts)} is above {engine.buckets[-1]}, the most slots a cache has; choose less"
+        )
     rows = engine.target.mesh.shape["data"]
     if odd := [batch for batch in batches if batch % rows]:
         raise ValueError(f"batch size {odd[0]} does not divide over data={rows} of the mesh; give multiples of {rows}")

@@ -1,9 +1,9 @@
 """One batch of prompts under several engines, timed.
 
-    turn 1    prefill   E  M           each engine's prefilled state is kept, and every decode starts from a copy of it
-              decode    E  M  M  E     so a machine that grows slower or faster meanwhile favours neither (ABBA)
-    turn 2    ...                      continues on the prefix; all engines are asked the same: the baseline's answers
-                                       are the history
+turn 1    prefill   E  M           each engine's prefilled state is kept, and every decode starts from a copy of it
+          decode    E  M  M  E     so a machine that grows slower or faster meanwhile favours neither (ABBA)
+turn 2    ...                      continues on the prefix; all engines are asked the same: the baseline's answers
+                                   are the history
 """
 
 import dataclasses
@@ -159,6 +159,4 @@ def _loop_memory(engine: Engine, state: DecodeState) -> int | None:
     held = engine.programs.compiled("loop", state).memory_analysis()
     if held is None:
         return None
-    return (
-        held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes
-    )
+    return held.argument_size_in_bytes + held.output_size_in_bytes - held.alias_size_in_bytes + held.temp_size_in_bytes

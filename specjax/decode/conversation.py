@@ -13,7 +13,9 @@ class Conversation:
         self._engine, self._state = engine, None
         self.messages = [dict(message) for message in messages]
 
-    def say(self, text: str, sampling: Sampling = Sampling(), stream: Callable[[int, str], None] | None = None) -> Result:
+    def say(
+        self, text: str, sampling: Sampling = Sampling(), stream: Callable[[int, str], None] | None = None
+    ) -> Result:
         """Add a user's message and the target's answer to it.
 
         Raises ValueError if the message is empty or the conversation no longer fits the context; the

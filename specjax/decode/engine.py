@@ -1,6 +1,6 @@
 """The user's object: prompts in, results out, for one target and one method.
 
-    prompts -> ids -> start -> prefill (chunks, growing buckets) -> decode (compiled loop, growing buckets) -> results
+prompts -> ids -> start -> prefill (chunks, growing buckets) -> decode (compiled loop, growing buckets) -> results
 """
 
 import dataclasses
@@ -275,7 +275,12 @@ class Engine:
             tokens=tokens,
             finish_reason="stop" if finish == states.STOP else "length",
             stats=GenerationStats(
-                stats.cycles, stats.emitted, stats.drafted, stats.accepted, tuple(stats.drafted_at), tuple(stats.accepted_at)
+                stats.cycles,
+                stats.emitted,
+                stats.drafted,
+                stats.accepted,
+                tuple(stats.drafted_at),
+                tuple(stats.accepted_at),
             ),
             prompt_tokens=int(np.asarray(state.text.prompt)[row]),
             context_full=bool(finish == states.CONTEXT),

@@ -35,7 +35,11 @@ class Sampling:
         need(_is_count(self.top_k), "top_k", "an integer from 0 (off) to 2^31 - 1")
         need(_is_real(self.top_p) and 0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
         need(_is_int(self.seed) and 0 <= self.seed < MAX_SEED, "seed", "an integer from 0 to 2^32 - 1")
-        need(not isinstance(self.stop, str) and all(isinstance(s, str) and s for s in self.stop), "stop", "non-empty strings")
+        need(
+            not isinstance(self.stop, str) and all(isinstance(s, str) and s for s in self.stop),
+            "stop",
+            "non-empty strings",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +93,12 @@ class GenerationStats:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A finished text. `tokens` holds the end token if there was one; `finish_reason` is "stop" or "length";
-    `context_full`: it was the context, not max_new_tokens, that set the length. `stats` count whole cycles, also the few that had run
-    past a stop string before it was found."""
+    """A finished text.
+
+    `tokens` holds the end token if there was one; `finish_reason` is "stop" or "length"; `context_full`: it was
+    the context, not max_new_tokens, that set the length. `stats` count whole cycles, also the few that had run
+    past a stop string before it was found.
+    """
 
     text: str
     tokens: list[int]

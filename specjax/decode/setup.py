@@ -37,7 +37,10 @@ class Setup:
         target = load_target(self.target, mesh=self.mesh, dtype=self.dtype, tokenizer=self.tokenizer)
         room, limit = self.max_context, target.config.max_context
         if room is not None and room > limit:
-            say(f"max_context {room} is beyond the {limit} tokens that {target.name} was made for; going on with {limit}")
+            say(
+                f"max_context {room} is beyond the {limit} tokens that {target.name} was made for; "
+                f"going on with {limit}"
+            )
             room = limit
         return Engine(target, method, draft, max_context=room, chunk=self.chunk, template_args=self.template_args)
 

@@ -106,7 +106,9 @@ def _along(path: jax.Array, tokens: jax.Array, features: tuple[jax.Array, ...]):
     return jnp.take_along_axis(tokens, path, axis=1), picked
 
 
-def _first_token(text: Text, sampling: SamplingState, logits: jax.Array, ends_here: jax.Array) -> tuple[Text, jax.Array]:
+def _first_token(
+    text: Text, sampling: SamplingState, logits: jax.Array, ends_here: jax.Array
+) -> tuple[Text, jax.Array]:
     """Draw the token after the prompt and write it in rows whose prompt ends here."""
     sampled = (sampling.temperature > 0).any()
     token = lax.cond(sampled, lambda: draw(whole(logits), sampling, text.count), lambda: greedy(logits))

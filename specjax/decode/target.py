@@ -72,7 +72,8 @@ def say_padding(config: ModelConfig, mesh: jax.sharding.Mesh) -> None:
     with jax.set_mesh(mesh):
         for axis, size in sizes.items():
             if (wide := sharding.padded(size, axis)) != size:
-                say(f"{axis}: {size} does not divide over {sharding.axis_size(axis)} devices; padded with zeros to {wide}")
+                devices = sharding.axis_size(axis)
+                say(f"{axis}: {size} does not divide over {devices} devices; padded with zeros to {wide}")
 
 
 def from_state(name, config, graph, state, tokenizer, mesh, dtype, fingerprint) -> Target:

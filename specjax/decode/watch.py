@@ -11,7 +11,9 @@ INCOMPLETE = "\ufffd"  # what a token decodes to whose character is not complete
 class Watch:
     """One watch over the rows of a batch; `stops[row]` are the row's stop strings."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[Sequence[str]], stream: Callable[[int, str], None] | None):
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Sequence[Sequence[str]], stream: Callable[[int, str], None] | None
+    ):
         self._tokenizer, self._stops, self._stream = tokenizer, stops, stream
         self._shown = [0] * len(stops)
         self._closed = [False] * len(stops)

@@ -1,8 +1,8 @@
 """Prompt lookup: copy what followed the last few tokens the last time they stood in the text.
 
-    text   ... the cat sat on ... the cat | sat on        best match: longest, then latest; its continuation is the
-                   ^^^^^^^        ^^^^^^^                first branch; a further branch is the best match that goes
-                   match          suffix                 on with another token
+text   ... the cat sat on ... the cat | sat on        best match: longest, then latest; its continuation is the
+               ^^^^^^^        ^^^^^^^                first branch; a further branch is the best match that goes
+               match          suffix                 on with another token
 """
 
 import jax
@@ -71,4 +71,3 @@ class Lookup:
         ends_early = slots < count[:, None] - 1
         score = jnp.where(ends_early & (matched >= self.shortest), matched * tokens.shape[1] + slots, 0)
         return score, jnp.roll(tokens, -1, axis=1)
-

@@ -27,9 +27,7 @@ class _Generation(Extension):
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
     # Jinja's own filter escapes HTML characters, which no model was trained on.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise(message: str):
@@ -66,6 +64,4 @@ def render(
         )
     except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
-        raise ValueError(
-            f"the chat template does not take these messages (roles: {roles}): {error}"
-        ) from error
+        raise ValueError(f"the chat template does not take these messages (roles: {roles}): {error}") from error

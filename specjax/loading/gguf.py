@@ -77,9 +77,7 @@ class GgufCheckpoint:
         reader = _open(path)
         self.metadata = {key: field.contents() for key, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
-        unsupported = sorted(
-            {t.tensor_type.name for t in reader.tensors if t.tensor_type not in QUANTISATIONS}
-        )
+        unsupported = sorted({t.tensor_type.name for t in reader.tensors if t.tensor_type not in QUANTISATIONS})
         if unsupported:
             known = ", ".join(kind.name for kind in QUANTISATIONS)
             raise ValueError(
@@ -152,22 +150,16 @@ def _config(path: Path, metadata: Mapping, shapes: Mapping) -> ModelConfig:
     """The file's metadata as config.json fields, so that both formats pass the same checks."""
     architecture = metadata.get("general.architecture")
     if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"{path} has architecture {architecture!r}; only {', '.join(ARCHITECTURES)} are supported"
-        )
+        raise ValueError(f"{path} has architecture {architecture!r}; only {', '.join(ARCHITECTURES)} are supported")
     if metadata.get("split.count", 0) > 1:
-        raise ValueError(
-            f"{path} is one of {metadata['split.count']} parts; merge them with llama-gguf-split --merge"
-        )
+        raise ValueError(f"{path} is one of {metadata['split.count']} parts; merge them with llama-gguf-split --merge")
     prefix = f"{architecture}."
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     _refuse_unsupported(path, prefix, values)
     fields = {field: values[key] for key, field in _FIELDS.items() if key in values}
     window = fields.pop("sliding_window", 0) or None
     if window and architecture != "llama":
-        raise ValueError(
-            f"{path} does not say which layers its sliding window of {window} covers; use safetensors"
-        )
+        raise ValueError(f"{path} does not say which layers its sliding window of {window} covers; use safetensors")
     fields["model_type"] = architecture if window is None else "mistral"
     if window:
         fields["sliding_window"] = window
@@ -194,9 +186,7 @@ def _refuse_unsupported(path: Path, prefix: str, values: Mapping) -> None:
             raise ValueError(f"{path} has {prefix}{key} = one value a layer, which is not supported")
         known = key in _FIELDS or key in _SCALING or key in _CHECKED
         if not known and value and value not in _NEUTRAL.get(key, ()):
-            raise ValueError(
-                f"{path} has {prefix}{key} = {value!r}, which may change the result and is not supported"
-            )
+            raise ValueError(f"{path} has {prefix}{key} = {value!r}, which may change the result and is not supported")
 
 
 def _scaling(values: Mapping) -> dict | None:
@@ -219,7 +209,5 @@ def _with_divisors(path: Path, config: ModelConfig, divisors: np.ndarray) -> Mod
         )
     values = tuple(float(v) for v in divisors.ravel())
     if len(values) != config.head_dim // 2:
-        raise ValueError(
-            f"{path} has {len(values)} values in {_ROPE_DIVISORS}; {config.head_dim // 2} are needed"
-        )
+        raise ValueError(f"{path} has {len(values)} values in {_ROPE_DIVISORS}; {config.head_dim // 2} are needed")
     return dataclasses.replace(config, rope=dataclasses.replace(config.rope, kind="divided", divisors=values))

@@ -42,9 +42,7 @@ class FolderCheckpoint:
         slices = {name: file.get_slice(name) for name, file in self._files.items()}
         for name, piece in slices.items():
             if piece.get_dtype() not in _DTYPES:
-                raise ValueError(
-                    f"{path}: tensor {name} has type {piece.get_dtype()}; use one of {', '.join(_DTYPES)}"
-                )
+                raise ValueError(f"{path}: tensor {name} has type {piece.get_dtype()}; use one of {', '.join(_DTYPES)}")
         self.shapes = {name: tuple(piece.get_shape()) for name, piece in slices.items()}
         ends = set(token_ids(raw.get("eos_token_id"), str(path / "config.json")))
         generation = path / "generation_config.json"
@@ -70,12 +68,8 @@ def _open_tensors(path: Path) -> dict[str, safe_open]:
         return _open_shards(path)
     found = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
     if any(not name.endswith(".safetensors") for name in found):
-        raise ValueError(
-            f"{path} holds pickled weights ({found[0]}), which are never loaded; convert to safetensors"
-        )
-    raise FileNotFoundError(
-        f"{path} has neither {SINGLE} nor {INDEX} (weights found: {', '.join(found) or 'none'})"
-    )
+        raise ValueError(f"{path} holds pickled weights ({found[0]}), which are never loaded; convert to safetensors")
+    raise FileNotFoundError(f"{path} has neither {SINGLE} nor {INDEX} (weights found: {', '.join(found) or 'none'})")
 
 
 def _open_shards(path: Path) -> dict[str, safe_open]:
@@ -90,9 +84,7 @@ def _open_shards(path: Path) -> dict[str, safe_open]:
     files = {name: _open(path / name) for name in names}
     stored = {(tensor, name) for name, file in files.items() for tensor in file.keys()}
     for tensor, name in sorted(index.items() - stored):
-        raise ValueError(
-            f"{path / name} lacks tensor {tensor}, which {INDEX} places there; download both again"
-        )
+        raise ValueError(f"{path / name} lacks tensor {tensor}, which {INDEX} places there; download both again")
     for tensor, name in sorted(stored - index.items()):
         raise ValueError(
             f"{path / name} holds tensor {tensor}, which {INDEX} does not place there; download both again"

@@ -50,9 +50,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = Path(path).expanduser()
     if not path.exists():
-        raise FileNotFoundError(
-            f"target {path} does not exist; give a folder with config.json or a .gguf file"
-        )
+        raise FileNotFoundError(f"target {path} does not exist; give a folder with config.json or a .gguf file")
     if path.is_dir():
         return FolderCheckpoint(path)
     if path.suffix == ".gguf":

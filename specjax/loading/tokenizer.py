@@ -55,17 +55,14 @@ class Tokenizer:
         self.vocab_size = max(vocab.values()) + 1
         if self.vocab_size > vocab_limit:
             raise ValueError(
-                f"{source} has {self.vocab_size} tokens but the model only {vocab_limit}; "
-                "use the model's own tokenizer"
+                f"{source} has {self.vocab_size} tokens but the model only {vocab_limit}; use the model's own tokenizer"
             )
         self._bos, self._eos, pad = (self._special_id(name) for name in ("bos", "eos", "pad"))
         own = [] if self._eos is None else [self._eos]
         self.end_ids = tuple(sorted({*end_ids, *own}))
         for end in self.end_ids:
             if end >= vocab_limit:
-                raise ValueError(
-                    f"end token id {end} of {source} is outside the vocabulary of {vocab_limit} tokens"
-                )
+                raise ValueError(f"end token id {end} of {source} is outside the vocabulary of {vocab_limit} tokens")
         # A post-processor that writes a beginning token writes it for the empty text too.
         written = self._bos is not None and backend.encode("").ids[:1] == [self._bos]
         self._adds_bos = written if settings.add_bos is None else settings.add_bos and self._bos is not None
@@ -126,9 +123,7 @@ class Tokenizer:
         Raises ValueError if there is no template or it refuses the messages.
         """
         if self._settings.template is None:
-            raise ValueError(
-                f"{self._source} has no chat template; pass plain prompts, or a tokenizer that has one"
-            )
+            raise ValueError(f"{self._source} has no chat template; pass plain prompts, or a tokenizer that has one")
         return chat.render(
             self._settings.template,
             messages,
@@ -232,9 +227,7 @@ def _folder_template(folder: Path, config: Mapping) -> str | None:
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}
         if "default" not in named:
-            raise ValueError(
-                f"{folder} has chat templates {', '.join(named)} but none named default; name one so"
-            )
+            raise ValueError(f"{folder} has chat templates {', '.join(named)} but none named default; name one so")
         return named["default"]
     return template
 
@@ -267,9 +260,7 @@ def _gguf_settings(metadata: Mapping, source: str) -> _Settings:
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     outside = [i for i in ids.values() if i is not None and i >= len(tokens)]
     if outside:
-        raise ValueError(
-            f"{source} names special token id {outside[0]} but has {len(tokens)} tokens; use a whole file"
-        )
+        raise ValueError(f"{source} names special token id {outside[0]} but has {len(tokens)} tokens; use a whole file")
     return _Settings(
         special={f"{name}_token": tokens[i] for name, i in ids.items() if i is not None},
         add_bos=metadata.get("tokenizer.ggml.add_bos_token"),

@@ -93,31 +93,23 @@ class ModelConfig:
 
     def __post_init__(self):
         if self.family not in FAMILIES:
-            raise ValueError(
-                f"model family {self.family!r} is not supported; use one of {', '.join(FAMILIES)}"
-            )
+            raise ValueError(f"model family {self.family!r} is not supported; use one of {', '.join(FAMILIES)}")
         sizes = ("vocab_size", "width", "layers", "heads", "kv_heads", "head_dim", "mlp_width", "max_context")
         for name in sizes:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; a whole number above zero is needed")
         if self.heads % self.kv_heads:
-            raise ValueError(
-                f"{self.heads} query heads do not divide into {self.kv_heads} kv heads of equal groups"
-            )
+            raise ValueError(f"{self.heads} query heads do not divide into {self.kv_heads} kv heads of equal groups")
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even one")
         if not self.norm_eps > 0:
             raise ValueError(f"the norm epsilon is {self.norm_eps!r}; it has to be above zero")
         if len(self.windows) != self.layers:
-            raise ValueError(
-                f"{len(self.windows)} windows are given for {self.layers} layers; give one a layer"
-            )
+            raise ValueError(f"{len(self.windows)} windows are given for {self.layers} layers; give one a layer")
         for window in self.windows:
             if window is not None and (not isinstance(window, int) or window < 1):
-                raise ValueError(
-                    f"a sliding window of {window!r} is not possible; give a size above zero, or None"
-                )
+                raise ValueError(f"a sliding window of {window!r} is not possible; give a size above zero, or None")
 
     @property
     def group(self) -> int:
@@ -168,9 +160,7 @@ def _refuse_unsupported(raw: Mapping, family: str) -> None:
     """Raises ValueError on the first field that would change the result and is not computed here."""
     architectures = raw.get("architectures") or [FAMILIES[family]]
     if list(architectures) != [FAMILIES[family]]:
-        raise ValueError(
-            f"architectures {architectures} is not supported; a {family} target is [{FAMILIES[family]!r}]"
-        )
+        raise ValueError(f"architectures {architectures} is not supported; a {family} target is [{FAMILIES[family]!r}]")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; only silu is")
     for key, value in raw.items():
@@ -193,14 +183,10 @@ def _rope(raw: Mapping, max_context: int) -> Rope:
     nested = [value for value in new.values() if isinstance(value, Mapping)]
     if nested:
         if any(value != nested[0] for value in nested):
-            raise ValueError(
-                "rope_parameters differ between layer types; only one set for all layers is supported"
-            )
+            raise ValueError("rope_parameters differ between layer types; only one set for all layers is supported")
         new = nested[0]
     if old and new and old != new:
-        raise ValueError(
-            "rope_scaling and rope_parameters disagree; keep the one that the model was trained with"
-        )
+        raise ValueError("rope_scaling and rope_parameters disagree; keep the one that the model was trained with")
     fields = dict(old or new)
     theta = fields.pop("rope_theta", None)
     outer = raw.get("rope_theta")
@@ -228,11 +214,8 @@ def _windows(raw: Mapping, family: str) -> tuple[int | None, ...]:
     unknown = set(kinds) - {"full_attention", "sliding_attention"}
     if unknown or len(kinds) != layers:
         raise ValueError(
-            f"layer_types {_short(kinds)} does not say full_attention or sliding_attention "
-            f"for each of {layers} layers"
+            f"layer_types {_short(kinds)} does not say full_attention or sliding_attention for each of {layers} layers"
         )
     if "sliding_attention" in kinds and not used:
-        raise ValueError(
-            "layer_types has sliding_attention but use_sliding_window or sliding_window is off; set both"
-        )
+        raise ValueError("layer_types has sliding_attention but use_sliding_window or sliding_window is off; set both")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

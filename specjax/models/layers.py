@@ -20,7 +20,9 @@ def precision(dtype):
 
 
 def project(w: jax.Array, x: jax.Array, axes: tuple[str | None, ...], dtype=None) -> jax.Array:
-    """The one weight product: w [*O, *I] times x [B, T, *I] -> [B, T, *O] in `dtype` (default x's), split as `axes` names O.
+    """The one weight product: w [*O, *I] times x [B, T, *I] -> [B, T, *O] in `dtype` (default: x's).
+
+    `axes` names the split of O.
 
     On CPUs the weight is the left operand, as it is stored: up to twice as fast. XLA would turn the
     transposition after it into the slower product, so a barrier keeps the two apart. Elsewhere the compiler

@@ -128,11 +128,7 @@ class Rope:
         """As llama3, but interpolated by the frequency's index between two numbers of turns."""
 
         def index(turns: float) -> float:
-            return (
-                head_dim
-                * math.log(self.original_context / (turns * 2 * math.pi))
-                / (2 * math.log(self.theta))
-            )
+            return head_dim * math.log(self.original_context / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
         low, high = index(self.beta_fast), index(self.beta_slow)
         if self.truncate:

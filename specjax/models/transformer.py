@@ -1,4 +1,7 @@
-"""The target: a decoder of the Llama, Mistral, Qwen2 and Qwen3 families. Tokens in; logits, features and block KV out."""
+"""The target: a decoder of the Llama, Mistral, Qwen2 and Qwen3 families.
+
+Tokens in; logits, features and block KV out.
+"""
 
 import jax
 import jax.numpy as jnp
