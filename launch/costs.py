@@ -58,7 +58,8 @@ def run() -> None:
     table.save(OUT.value)
     report(table, engine.target.name)
     print(f"written: {OUT.value}")
-    print(f"next: python -m launch.bench --config=configs/bench.py --methods=eager,lookup --cost_table={OUT.value}")
+    bench = "python -m launch.bench --config=configs/bench.py --methods=eager,lookup --out=runs/bench"
+    print(f"next: {bench} --cost_table={OUT.value}")
 
 
 def integers(flag: flags.FlagHolder) -> list[int]:
