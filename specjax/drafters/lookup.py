@@ -17,8 +17,8 @@ from specjax.trees import Draft
 class Lookup:
     """n-gram lookup over prompt and output (Saxena 2023, prompt lookup decoding), several matches as a tree.
 
-    `branches`: tokens copied from each match; a single entry makes a chain, the default because no tree
-    of several matches kept more tokens per cycle at 8 nodes, or noticeably more at 16 (WORKSPACE.md, Choices). `longest` and
+    `branches`: tokens copied from each match; a single entry makes a chain, the default because no tree of several
+    matches kept more tokens per cycle at 8 nodes, or noticeably more at 16 (WORKSPACE.md, Choices). `longest` and
     `shortest`: the n-grams that count as a match. A cycle in which no row has a match runs a one-token pass.
     """
 
