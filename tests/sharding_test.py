@@ -67,7 +67,6 @@ def test_parameters_are_split_and_what_is_not_is_small_and_known():
         else:
             assert held * 4 == leaf.nbytes, name
     assert per_device <= total / 4 + replicated
-    assert place.parameter_bytes == total
 
 
 def test_a_mesh_of_some_devices_uses_only_those():

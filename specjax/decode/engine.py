@@ -159,7 +159,7 @@ class Engine:
     def decode(self, state: DecodeState, cycles: int | None = None) -> DecodeState:
         """Cycle until all rows have finished, or for at most `cycles` cycles; moves to larger buckets as needed."""
         while np.asarray(state.text.running).any():
-            state = self._with_room(state, int(np.asarray(state.cache.length).max()) + self.drafter.depth + 1)
+            state = self._with_room(state, _longest(state) + self.drafter.depth + 1)
             state = self.programs("loop", state, np.int32(UNBOUNDED if cycles is None else cycles))
             if cycles is not None:
                 break
@@ -169,7 +169,7 @@ class Engine:
         """`decode` with one dispatch per cycle: for debugging and profiles."""
         number = 0
         while np.asarray(state.text.running).any():
-            state = self._with_room(state, int(np.asarray(state.cache.length).max()) + self.drafter.depth + 1)
+            state = self._with_room(state, _longest(state) + self.drafter.depth + 1)
             with jax.profiler.StepTraceAnnotation("cycle", step_num=number):
                 state = self.programs("step", state)
             number += 1
@@ -285,6 +285,10 @@ class Engine:
             prompt_tokens=int(np.asarray(state.text.prompt)[row]),
             context_full=bool(finish == states.CONTEXT),
         )
+
+
+def _longest(state: DecodeState) -> int:
+    return int(np.asarray(state.cache.length).max())
 
 
 def _by_rows(x: jax.Array) -> jax.Array:

@@ -38,10 +38,6 @@ class Target:
         """The model around these leaves; call it inside a traced function."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
 
-    @property
-    def parameter_bytes(self) -> int:
-        return sum(x.nbytes for x in self.leaves)
-
 
 def load_target(path: str | Path | None = None, *, mesh: str = "", dtype: str = "float32", tokenizer=None) -> Target:
     """Open a Hugging Face folder or GGUF file (default: the installed SmolLM2) and place it on a mesh.
