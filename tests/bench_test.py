@@ -66,7 +66,8 @@ def test_every_cell_has_a_whole_record_and_the_same_text(results):
         assert run["lossless"] == "tokens-equal" and run["identical"] == 1.0 and run["ties"] == []
         assert run["decode_seconds"] < run["end_to_end_seconds"]
         assert run["tokens_per_second"] == pytest.approx(run["decode_tokens"] / run["decode_seconds"])
-        assert run["inter_token_ms"]["p50"] > 0 and run["peak_memory_bytes"] > sum(leaf.nbytes for leaf in target().leaves)
+        assert run["inter_token_ms"]["p50"] > 0
+        assert run["peak_memory_bytes"] > sum(leaf.nbytes for leaf in target().leaves)
         assert 0 < run["eager_share_of_floor"] < 1 and run["compiled_programs"] == 2
     json.dumps(results, allow_nan=False)
 
