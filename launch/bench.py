@@ -22,10 +22,10 @@ from rich.console import Console
 from launch import common
 from specjax.bench import measure, report, workloads
 from specjax.bench.workloads import Prompt
-from specjax.costs import environment, write_json
+from specjax.costs import environment
 from specjax.decode.engine import Engine
 from specjax.decode.setup import Setup
-from specjax.telemetry import say
+from specjax.telemetry import say, write_json
 
 SCHEMA_VERSION = 1
 VERSIONS = ("specjax", "jax", "jaxlib", "flax")

@@ -8,13 +8,14 @@ import dataclasses
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from specjax.telemetry import write_json
 
 SCHEMA_VERSION = 1
 HOW_TO_MEASURE = "python -m launch.costs --config=configs/smollm2.py --out=FILE"
@@ -181,19 +182,3 @@ def _interpolate(x: float, known: Sequence[int], costs: Sequence[float]) -> floa
         return float(np.interp(x, known, costs))
     slope = (costs[-1] - costs[-2]) / (known[-1] - known[-2])
     return costs[-1] + max(0.0, slope) * (x - known[-1])
-
-
-def write_json(path: str | Path, value) -> None:
-    """Write `value` beside `path` and move it there, so that a half-written file never takes its place."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(value, file, indent=2, allow_nan=False)
-            file.write("\n")
-        os.chmod(temporary, 0o644)  # mkstemp's own files are for the user alone
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

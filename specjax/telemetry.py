@@ -1,6 +1,9 @@
-"""What a run tells: lines on the terminal while it works, scalars and text in TensorBoard."""
+"""What a run tells: lines on the terminal while it works, files that are whole, scalars and text in TensorBoard."""
 
+import json
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 from tensorboardX import SummaryWriter
@@ -14,3 +17,23 @@ def say(line: str) -> None:
 def summary_writer(folder: Path) -> SummaryWriter:
     """A TensorBoard event writer for `folder`; use it as a context manager."""
     return SummaryWriter(str(folder))
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write `text` beside `path` and move it there, so that a half-written file never takes its place."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)  # mkstemp's own files are for the user alone
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def write_json(path: str | Path, value) -> None:
+    """`write_text` of `value` as JSON; NaN and infinities, which are no JSON, raise ValueError."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")

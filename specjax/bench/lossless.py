@@ -14,7 +14,7 @@ import numpy as np
 from specjax import cache
 from specjax.cache import KVCache
 from specjax.decode.engine import Engine
-from specjax.decode.request import Sampling
+from specjax.decode.request import Sampling, sampling_rows
 from specjax.models.transformer import Transformer
 from specjax.sampling import SamplingState, greedy, gumbel, process
 from specjax.sharding import row_spec
@@ -91,7 +91,7 @@ class Scorer:
         # An engine takes no empty prompt: for an empty prefix there is nothing to prefill.
         state = engine.start([list(prefix) or [0]], [Sampling(max_new_tokens=1)], self._batch_size)
         kv = engine.prefill(state).cache if len(prefix) else state.cache
-        slots = next(size for size in engine.buckets if size >= len(prefix) + len(tokens))
+        slots = engine.bucket(len(prefix) + len(tokens))
         with jax.set_mesh(mesh):
             kv = kv if kv.slots >= slots else jax.jit(cache.grow, static_argnums=1)(kv, slots)
         for first in range(0, len(tokens) - block + 1, block):
@@ -125,13 +125,7 @@ def _forced_pass(target: Transformer, kv: KVCache, tokens: jax.Array) -> tuple[K
 
 def _perturbed(logits: np.ndarray, sampling: Sampling, position: int) -> np.ndarray:
     """Logits [V] -> the scores [V] whose argmax is the draw at text `position`."""
-    row = SamplingState(
-        np.array([sampling.temperature], np.float32),
-        np.array([sampling.top_k], np.int32),
-        np.array([sampling.top_p], np.float32),
-        np.array([[0, sampling.seed]], np.uint32),
-    )
-    return np.asarray(_scores(logits[None], row, np.array([position], np.int32)))[0]
+    return np.asarray(_scores(logits[None], sampling_rows([sampling]), np.array([position], np.int32)))[0]
 
 
 @jax.jit

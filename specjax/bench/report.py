@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax.bench import plots
-from specjax.costs import write_json
-from specjax.telemetry import summary_writer
+from specjax.telemetry import summary_writer, write_json, write_text
 
 Setting = tuple[int, float]  # batch size, temperature
 PICTURES: dict[str, Callable[[Sequence[dict], str], Figure]] = {
@@ -51,7 +50,7 @@ def write(results: dict, folder: Path) -> None:
                         writer.add_scalar(f"{where}/{name}/{run['method']}/{run['workload']}", run[name], 0)
         report = markdown(results)
         writer.add_text("report", report, 0)
-    (folder / "report.md").write_text(report, encoding="utf-8")
+    write_text(folder / "report.md", report)
 
 
 def show(results: dict, console: Console) -> None:

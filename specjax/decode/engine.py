@@ -15,7 +15,7 @@ from specjax import cache, methods
 from specjax.decode import state as states
 from specjax.decode.loop import UNBOUNDED
 from specjax.decode.programs import Programs, bucket_ladder, keep_compiled_programs
-from specjax.decode.request import GenerationStats, Result, Sampling
+from specjax.decode.request import MAX_SEED, GenerationStats, Result, Sampling, sampling_rows
 from specjax.decode.state import DecodeState, Text
 from specjax.decode.target import Target
 from specjax.decode.watch import Watch
@@ -234,14 +234,7 @@ class Engine:
             ends[row, : len(known)] = known
         finish = np.where(limit > length, states.RUNNING, states.LENGTH).astype(np.int32)
         text = Text(tokens, length, length.copy(), limit, reason, ends, finish)
-        seeds = np.array([[0, w.seed] for w in wishes], np.uint32)
-        sampling = SamplingState(
-            np.array([w.temperature for w in wishes], np.float32),
-            np.array([w.top_k for w in wishes], np.int32),
-            np.array([w.top_p for w in wishes], np.float32),
-            seeds,
-        )
-        return self._put((text, sampling))
+        return self._put((text, sampling_rows(wishes)))
 
     def _put(self, tree):
         return jax.tree.map(lambda x: jax.device_put(x, jax.NamedSharding(self.target.mesh, row_spec(x.ndim))), tree)
@@ -298,7 +291,7 @@ def _by_rows(x: jax.Array) -> jax.Array:
 def spread(sampling: Sampling | Sequence[Sampling], count: int) -> list[Sampling]:
     """One Sampling per prompt; a single one is repeated with seeds seed, seed + 1, ..."""
     if isinstance(sampling, Sampling):
-        return [dataclasses.replace(sampling, seed=(sampling.seed + i) % 2**32) for i in range(count)]
+        return [dataclasses.replace(sampling, seed=(sampling.seed + i) % MAX_SEED) for i in range(count)]
     if len(sampling) != count:
         raise ValueError(f"{len(sampling)} samplings were given for {count} prompts; give one, or one for each")
     return list(sampling)

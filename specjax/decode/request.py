@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specjax.sampling import SamplingState
+
 MAX_SEED, MAX_COUNT = 2**32, 2**31
 
 
@@ -40,6 +42,16 @@ class Sampling:
             "stop",
             "non-empty strings",
         )
+
+
+def sampling_rows(wishes: Sequence[Sampling]) -> SamplingState:
+    """Host arrays of one row per wish; the seed is the low word of a request's key."""
+    return SamplingState(
+        np.array([wish.temperature for wish in wishes], np.float32),
+        np.array([wish.top_k for wish in wishes], np.int32),
+        np.array([wish.top_p for wish in wishes], np.float32),
+        np.array([[0, wish.seed] for wish in wishes], np.uint32),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
