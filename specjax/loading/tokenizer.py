@@ -35,7 +35,8 @@ class _Settings:
 class Tokenizer:
     """A tokenizer with the model's end tokens and chat template. Made by `load_tokenizer`.
 
-    `end_ids` is the union of what config.json, generation_config.json and the tokenizer name.
+    `end_ids` is the union of what config.json, generation_config.json and the tokenizer name; `source` the path
+    it was read from.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Tokenizer:
         source: str,
         date: datetime.datetime,
     ):
-        self._backend, self._settings, self._source, self._date = backend, settings, source, date
+        self._backend, self._settings, self.source, self._date = backend, settings, source, date
         self._backend.no_truncation()
         self._backend.no_padding()
         vocab = backend.get_vocab(with_added_tokens=True)
@@ -75,7 +76,7 @@ class Tokenizer:
             return None
         found = self._backend.token_to_id(text)
         if found is None:
-            raise ValueError(f"{name}_token {text!r} of {self._source} is not in its vocabulary")
+            raise ValueError(f"{name}_token {text!r} of {self.source} is not in its vocabulary")
         return found
 
     @property
@@ -123,7 +124,7 @@ class Tokenizer:
         Raises ValueError if there is no template or it refuses the messages.
         """
         if self._settings.template is None:
-            raise ValueError(f"{self._source} has no chat template; pass plain prompts, or a tokenizer that has one")
+            raise ValueError(f"{self.source} has no chat template; pass plain prompts, or a tokenizer that has one")
         return chat.render(
             self._settings.template,
             messages,
@@ -139,7 +140,11 @@ class Tokenizer:
         As in transformers, the text of a special token becomes that token wherever it stands, in the
         template and in a message alike: escape what untrusted users write.
         """
-        return self._backend.encode(self.render(messages, template_args), add_special_tokens=False).ids
+        return self.encode_rendered(self.render(messages, template_args))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """What `render` returned -> ids; nothing is added."""
+        return self._backend.encode(text, add_special_tokens=False).ids
 
 
 def load_tokenizer(
