@@ -31,7 +31,9 @@ SCHEMA_VERSION = 1
 VERSIONS = ("specjax", "jax", "jaxlib", "flax")
 
 flags.adopt_module_key_flags(common)
-METHODS = flags.DEFINE_string("methods", "eager,lookup", "Methods to measure, like eager,medusa=DIR; eager always is.")
+METHODS = flags.DEFINE_string(
+    "methods", "eager,lookup", "Methods to measure, like eager,medusa:tree8=DIR; eager always is."
+)
 WORKLOADS = flags.DEFINE_string("workloads", "all", "all, names like chat,rag, or a .jsonl or .json file of prompts.")
 PROMPTS = flags.DEFINE_integer("prompts_per_workload", 10, "Most prompts of each workload.", lower_bound=1)
 MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 128, "Most tokens to write for each prompt or turn.")
@@ -44,8 +46,8 @@ OUT = flags.DEFINE_string("out", None, "Folder for report.md, results.json, pict
 
 def run() -> None:
     plan = measure.Plan(
-        batch_sizes=tuple(_numbers(BATCH_SIZE, int)),
-        temperatures=tuple(_numbers(TEMPERATURE, float)),
+        batch_sizes=tuple(dict.fromkeys(common.numbers(BATCH_SIZE, int))),
+        temperatures=tuple(dict.fromkeys(common.numbers(TEMPERATURE, float))),
         max_new_tokens=MAX_NEW_TOKENS.value,
         seed=SEED.value,
         minutes=MINUTES.value,
@@ -56,7 +58,7 @@ def run() -> None:
     common.check_writable(Path(OUT.value) / "results.json")
     engines = open_engines(setup, methods)
     say(common.device_line(engines["eager"]))
-    costs = setup.costs(engines["eager"])
+    costs = engines["eager"].costs
     folder, about = Path(OUT.value), describe(engines["eager"], setup)
     results = None
     try:
@@ -99,14 +101,6 @@ def describe(engine: Engine, setup: Setup) -> dict:
 def prompt_set_hash(prompts: Sequence[Prompt]) -> str:
     """Sixteen hex digits for the texts that were decoded."""
     return hashlib.sha256(json.dumps([dataclasses.asdict(prompt) for prompt in prompts]).encode()).hexdigest()[:16]
-
-
-def _numbers(flag: flags.FlagHolder, kind: type) -> list:
-    """`--temperature=0,1` -> [0.0, 1.0], each once. Raises ValueError naming the flag and what is no number."""
-    try:
-        return list(dict.fromkeys(kind(part) for part in flag.value))
-    except ValueError:
-        raise ValueError(f"--{flag.name} is {','.join(flag.value)!r}; give numbers like 1,4") from None
 
 
 if __name__ == "__main__":

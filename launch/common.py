@@ -11,13 +11,19 @@ import jax
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
+import launch
+import specjax
+import train_drafts
 from specjax import methods
 from specjax.costs import cores
 from specjax.decode.engine import Engine
 from specjax.decode.setup import Setup
 
 CONFIG = config_flags.DEFINE_config_file(
-    "config", lock_config=True, help_string="File in configs/; --config.FIELD=VALUE sets a field of it."
+    "config",
+    "configs/smollm2.py",
+    lock_config=True,
+    help_string="File in configs/; --config.FIELD=VALUE sets a field of it.",
 )
 _WHERE_UNSET = "Unset: the config's value holds."
 OVERRIDES = {
@@ -31,7 +37,6 @@ OVERRIDES = {
         "template_args", None, f'Chat template variables as JSON, like {{"enable_thinking": false}}. {_WHERE_UNSET}'
     ),
 }
-flags.mark_flag_as_required("config")
 
 
 def setup(config: ConfigDict) -> Setup:
@@ -46,14 +51,14 @@ def setup(config: ConfigDict) -> Setup:
 
 
 def parse_methods(text: str) -> list[tuple[str, str | None]]:
-    """`"eager,medusa=DIR"` -> `[("eager", None), ("medusa", "DIR")]`.
+    """`"eager,medusa:tree8=DIR"` -> `[("eager", None), ("medusa:tree8", "DIR")]`.
 
-    Raises ValueError if a method is unknown, named twice, or does not go with its draft.
+    Raises ValueError if a method is unknown, named twice, or does not go with its options or its draft.
     """
     entries = []
     for part in text.split(","):
         name, _, draft = part.strip().partition("=")
-        methods.build(name, draft or None)
+        methods.check(name, draft or None)
         if name in dict(entries):
             raise ValueError(f"method {name!r} is named twice in {text!r}; name it once")
         entries.append((name, draft or None))
@@ -66,6 +71,14 @@ def device_line(engine: Engine) -> str:
     idle = len(jax.devices()) - used.size
     more = f", {idle} more idle (--mesh=data=N,model=M takes N x M)" if idle else ""
     return f"device: {used.size} x {used.flat[0].device_kind}{more} ({cores()} host cores), jax {jax.__version__}"
+
+
+def numbers(flag: flags.FlagHolder, kind: type) -> list:
+    """`--temperature=0,1` -> [0.0, 1.0]; ValueError names the flag if an entry is no `kind`."""
+    try:
+        return [kind(text) for text in flag.value]
+    except ValueError as error:
+        raise ValueError(f"--{flag.name}={','.join(flag.value)} must be numbers separated by commas") from error
 
 
 def check_writable(path: str | Path) -> None:
@@ -106,9 +119,9 @@ def _parse(arguments: list[str]) -> list[str]:
 
 
 def _refused_by_us(error: Exception) -> bool:
-    """Whether specjax's own code raised it: NumPy and JAX raise ValueError where a program is at fault."""
+    """Whether this project's own code raised it: NumPy and JAX raise ValueError where a program is at fault."""
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    homes = [Path(methods.__file__).resolve().parent, Path(__file__).resolve().parent]
+    homes = [Path(package.__file__).resolve().parent for package in (specjax, train_drafts, launch)]
     return any(home in raised_in.parents for home in homes)
 
 

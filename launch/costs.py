@@ -26,7 +26,7 @@ OUT = flags.DEFINE_string("out", None, "JSON file to write.", required=True)
 BATCH_SIZES = flags.DEFINE_list("batch_sizes", ["1", "4"], "Rows decoded together.")
 CONTEXTS = flags.DEFINE_list("contexts", ["512"], "Cache slots a row.")
 BLOCKS = flags.DEFINE_list("blocks", ["1", "2", "4", "8", "16", "32"], "Tokens of each row in one target pass.")
-METHODS = flags.DEFINE_string("methods", "lookup", "Whose draft to time, like lookup,medusa=DIR.")
+METHODS = flags.DEFINE_string("methods", "lookup", "Whose draft to time, like lookup,medusa:tree8=DIR.")
 REPEATS = flags.DEFINE_integer("repeats", 15, "Rounds; the median of each figure is kept.")
 CYCLES = flags.DEFINE_bool("cycles", True, "Time whole decode loops too.")
 
@@ -64,9 +64,10 @@ def run() -> None:
 
 def integers(flag: flags.FlagHolder) -> list[int]:
     """`--batch_sizes=1,4` -> [1, 4], ascending; ValueError names the flag if one is no positive integer."""
-    if not flag.value or not all(part.strip().isdigit() and int(part) > 0 for part in flag.value):
+    sizes = common.numbers(flag, int)
+    if min(sizes, default=0) < 1:
         raise ValueError(f"--{flag.name} is {','.join(flag.value)!r}; give positive integers like 1,4,8")
-    return sorted({int(part) for part in flag.value})
+    return sorted(set(sizes))
 
 
 def report(table: CostTable, target: str) -> None:

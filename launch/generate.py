@@ -1,7 +1,8 @@
-"""Continue a prompt with a target, eagerly or speculatively; the text is the same whatever the method.
+"""Continue a prompt with a target, eagerly or speculatively; the text is the same for all but `typical` methods.
 
     python -m launch.generate --config=configs/smollm2.py --prompt="Name three rivers."
     python -m launch.generate --config=configs/smollm2.py --method=lookup --prompt="Name three rivers." --stream
+    python -m launch.generate --config=configs/smollm2.py --method=medusa:tree8=DIR --prompt="Name three rivers."
     python -m launch.generate --config=configs/smollm2.py --messages=chat.json --temperature=0.8 --seed=1 --json
 
 Standard output holds the text (with --json one object per conversation), standard error everything else.
@@ -20,7 +21,9 @@ from specjax.costs import CostTable
 from specjax.telemetry import say
 
 flags.adopt_module_key_flags(common)
-METHOD = flags.DEFINE_string("method", "eager", "How to draft: eager, lookup, or METHOD=DIR with a trained draft.")
+METHOD = flags.DEFINE_string(
+    "method", "eager", "How to draft: eager, lookup or, with a trained draft, like medusa:tree8=DIR."
+)
 DRAFT = flags.DEFINE_string("draft", None, "Folder of the trained draft; the same as --method=METHOD=DIR.")
 PROMPT = flags.DEFINE_string("prompt", None, "The user's message.")
 MESSAGES = flags.DEFINE_string(
@@ -46,7 +49,6 @@ def run() -> None:
     setup = common.setup(common.CONFIG.value)
     engine = setup.open(method, draft)
     say(common.device_line(engine))
-    costs = setup.costs(engine)
     stream = (lambda row, piece: print(piece, end="", flush=True)) if STREAM.value else None
     for number, conversation in enumerate(conversations):
         engine.encode(conversation, "the prompt" if len(conversations) == 1 else f"conversation {number + 1}")
@@ -56,8 +58,8 @@ def run() -> None:
         seconds = time.perf_counter() - start - (engine.programs.compile_seconds - compiled)
         print("" if STREAM.value else json.dumps(as_json(result)) if JSON.value else result.text, flush=True)
         say(summary(method, result, seconds))
-        if costs is not None and method != "eager":
-            say(predicted(costs, method, engine, result))
+        if engine.costs is not None and method != "eager":
+            say(predicted(engine.costs, method, engine, result))
 
 
 def chosen_method() -> list[tuple[str, str | None]]:

@@ -1,26 +1,125 @@
-"""The only place where a method is a string."""
+"""The only place where a method is a string: NAME[:OPTION...], with the folder of its trained draft where it has one.
+
+medusa:treeN      the best tree of N nodes, root included, by the path frequencies that the draft was calibrated with
+medusa:chainN     N nodes in a row, root included
+medusa:typical    typical acceptance: more tokens per cycle, but not the target's law
+"""
 
 import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
+
+from specjax import trees
+from specjax.costs import HOW_TO_MEASURE, CostTable
 from specjax.drafters.base import Drafter
 from specjax.drafters.eager import Eager
 from specjax.drafters.lookup import Lookup
+from specjax.drafters.medusa import Medusa, from_draft
+from specjax.loading.drafts import MedusaDraft, check_draft, load_draft
+from specjax.telemetry import say
+from specjax.trees import Path
 from specjax.verify.base import Verifier
 from specjax.verify.target_first import TargetFirst
+from specjax.verify.typical import Typical
 
-DRAFTERS = {"eager": Eager, "lookup": Lookup}
+UNTRAINED = {"eager": Eager, "lookup": Lookup}
+OPTIONS = {"eager": (), "lookup": (), "medusa": ("treeN", "chainN", "typical")}
+SHAPE = re.compile(r"(tree|chain)(\d+)")
 
 
-def build(name: str, draft: str | None = None) -> tuple[Drafter, Verifier]:
-    """A method's name -> its drafter and verifier.
-
-    Raises ValueError if the method is unknown or takes no trained draft.
-    """
-    if name not in DRAFTERS:
-        near = difflib.get_close_matches(name, DRAFTERS, 1)
-        hint = f"did you mean {near[0]!r}" if near else f"choose one of {', '.join(DRAFTERS)}"
-        raise ValueError(f"method {name!r} is unknown; {hint}")
-    if draft is not None:
+def check(name: str, draft: str | None = None) -> None:
+    """Raises ValueError if a method's name is unknown, its options do not fit, or it does not go with its draft."""
+    kind, *options = name.split(":")
+    if kind not in OPTIONS:
+        near = difflib.get_close_matches(kind, OPTIONS, 1)
+        hint = f"did you mean {near[0]!r}" if near else f"choose one of {', '.join(OPTIONS)}"
+        raise ValueError(f"method {kind!r} is unknown; {hint}")
+    for option in options:
+        shape = SHAPE.fullmatch(option)
+        if (f"{shape[1]}N" if shape else option) not in OPTIONS[kind]:
+            takes = f"it takes {', '.join(OPTIONS[kind])}" if OPTIONS[kind] else "it takes none"
+            raise ValueError(f"method {kind!r} has no option {option!r}; {takes}")
+        if shape and int(shape[2]) < 2:
+            raise ValueError(f"{option!r} of {name!r} leaves no node for a draft token; give 2 nodes or more")
+    if len(set(options)) < len(options) or sum(map(bool, map(SHAPE.fullmatch, options))) > 1:
+        raise ValueError(f"method {name!r} names a tree or an option twice; give each once")
+    if kind in UNTRAINED and draft is not None:
         raise ValueError(f"method {name!r} needs no trained draft, but {draft!r} was given; leave it out")
-    drafter = DRAFTERS[name]()
-    return drafter, TargetFirst(drafter.depth)
+    if kind not in UNTRAINED and draft is None:
+        raise ValueError(f"method {name!r} needs a trained draft; name its folder by {name}=DIR")
+
+
+def build(
+    name: str,
+    target,
+    draft: str | None = None,
+    *,
+    costs: CostTable | None = None,
+    template_args: Mapping[str, Any] | None = None,
+) -> tuple[Drafter, Verifier]:
+    """A method's name -> its drafter and verifier for `target` (a `decode.target.Target`).
+
+    `draft`: the folder of its trained draft; `costs`: prices that choose a tree where the name does not;
+    `template_args`: the chat template's variables in use. Raises ValueError or FileNotFoundError as `check` does, and
+    if the draft cannot be read or was trained for another target.
+    """
+    check(name, draft)
+    kind, *options = name.split(":")
+    if kind in UNTRAINED:
+        drafter = UNTRAINED[kind]()
+    else:
+        drafter = _medusa(options, target, draft, costs, template_args)
+    return drafter, Typical(drafter.depth) if "typical" in options else TargetFirst(drafter.depth)
+
+
+def fastest_tree(frequency: np.ndarray, costs: CostTable) -> int:
+    """Of the best trees as large as the block sizes measured, the nodes, root included, of the one of most tokens per
+    second at batch 1 and the smallest context measured; a line says so if even that one is slower than eager.
+
+    frequency [paths]: how often each path is right, the highest first (see `trees.ranked`). Raises ValueError if the
+    table has no block that a tree fits.
+    """
+    context = costs.contexts[0]
+    priced = [method for method in costs.drafts if method.split(":")[0] == "medusa"]
+    draft_ms = costs.draft_ms(priced[0], 1, context) if priced else 0.0
+    sizes = [size for size in costs.blocks if 1 < size <= len(frequency) + 1]
+    if not sizes:
+        raise ValueError(f"the cost table has no block that a draft tree fits; measure more: {HOW_TO_MEASURE}")
+
+    def speedup(nodes: int) -> float:
+        cycle_ms = costs.target_ms(nodes, 1, context) + draft_ms
+        return trees.expected_tokens(frequency[: nodes - 1]) * costs.target_ms(1, 1, context) / cycle_ms
+
+    best = max(sizes, key=speedup)
+    if speedup(best) <= 1:
+        say(f"warning: by the cost table no medusa tree pays here; the best has {best} nodes")
+    return best
+
+
+def _medusa(options: list[str], target, folder: str, costs: CostTable | None, template_args) -> Medusa:
+    draft = load_draft(folder)
+    check_draft(
+        draft,
+        name=target.name,
+        fingerprint=target.fingerprint,
+        width=target.config.width,
+        vocab_size=target.config.vocab_size,
+        tokenizer=target.tokenizer.fingerprint,
+        template_args=dict(template_args or {}),
+    )
+    return from_draft(draft, _paths(options, draft, costs), target)
+
+
+def _paths(options: list[str], draft: MedusaDraft, costs: CostTable | None) -> tuple[Path, ...]:
+    """The tree that the options name, else the fastest by the cost table, else the draft's own."""
+    for shape in filter(None, map(SHAPE.fullmatch, options)):
+        nodes = int(shape[2])
+        if shape[1] == "chain":
+            return trees.chain(nodes - 1)
+        if nodes > (most := len(draft.paths) + 1):
+            raise ValueError(f"{shape[0]!r} is too large, the draft's paths make {most} nodes; give tree{most} or less")
+        return draft.paths[: nodes - 1]
+    return draft.paths[: (draft.nodes if costs is None else fastest_tree(draft.frequency, costs)) - 1]

@@ -74,6 +74,11 @@ def padded(size: int, axis: str) -> int:
     return -(-size // axis_size(axis)) * axis_size(axis)
 
 
+def unsplit_rows(x: jax.Array) -> jax.Array:
+    """x [B, ...] with all its rows on every device, its other dimensions split as before."""
+    return jax.reshard(x, P(None, *jax.typeof(x).sharding.spec[1:]))
+
+
 def rowwise(function):
     """`function` with compiler-chosen partitioning inside; every array it returns leads with B and is split by rows.
 

@@ -14,9 +14,10 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def summary_writer(folder: Path) -> SummaryWriter:
-    """A TensorBoard event writer for `folder`; use it as a context manager."""
-    return SummaryWriter(str(folder))
+def summary_writer(folder: Path, resumed_at: int | None = None) -> SummaryWriter:
+    """A TensorBoard event writer for `folder`; use it as a context manager. What an earlier run wrote from step
+    `resumed_at` on is hidden."""
+    return SummaryWriter(str(folder), purge_step=resumed_at)
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -9,10 +9,15 @@ node      0        0 is the last accepted token, the root; a parent always stand
        3
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+
+# A node by the ranks of its guesses from the root down: (0, 2) is a third guess after a best one.
+Path = tuple[int, ...]
 
 
 @struct.dataclass
@@ -67,9 +72,60 @@ def static(parents: np.ndarray, valid: jax.Array) -> Tree:
     )
 
 
-def max_depth(parents: np.ndarray) -> int:
-    """Depth of the deepest node of parents [T]."""
+def depths(parents: np.ndarray) -> np.ndarray:
+    """Depth [T] of each node of parents [T]."""
     depth = np.zeros(len(parents), int)
     for node in range(1, len(parents)):
         depth[node] = depth[parents[node]] + 1
-    return int(depth.max())
+    return depth
+
+
+def max_depth(parents: np.ndarray) -> int:
+    """Depth of the deepest node of parents [T]."""
+    return int(depths(parents).max())
+
+
+def ranked(ranks: np.ndarray, limit: int) -> tuple[tuple[Path, ...], np.ndarray]:
+    """The most frequent paths, at most `limit`, and the share of the n positions that each is right at, non-increasing.
+
+    ranks [n, heads]: at each position, how many guesses of head `depth - 1` stand before the right token; guesses from
+    `limit` on are no candidates, so a rank of `limit` or more also stands for a token that cannot be guessed at all.
+    A node is accepted where the ranks begin with its path, so its frequency is its worth, and a path is never more
+    frequent than its beginning: the first N - 1 paths are the best tree of N nodes, for every N. Of equally frequent
+    paths the shallowest comes first, then the one of the lowest ranks. (Medusa, arXiv 2401.10774, searches by products
+    of each head's accuracies instead, as if the heads were right independently.)
+    Raises ValueError without any position.
+    """
+    if not len(ranks):
+        raise ValueError("there is no position to count draft paths at; calibrate on more text")
+    positions, found = len(ranks), []
+    for depth in range(1, ranks.shape[1] + 1):
+        ranks = ranks[ranks[:, depth - 1] < limit]
+        paths, counts = np.unique(ranks[:, :depth], axis=0, return_counts=True)
+        found += [(-count, depth, tuple(path)) for path, count in zip(paths.tolist(), counts.tolist())]
+    best = sorted(found)[:limit]
+    return tuple(path for _, _, path in best), np.array([-count for count, _, _ in best]) / positions
+
+
+def chain(depth: int) -> tuple[Path, ...]:
+    """The paths of `depth` best guesses in a row."""
+    return tuple((0,) * step for step in range(1, depth + 1))
+
+
+def layout(paths: Sequence[Path]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Paths in order of addition -> per node, the root first, its parent [T] and the rank of its guess [T].
+
+    Raises ValueError if a path stands before its parent or twice.
+    """
+    number = {(): 0}
+    for path in paths:
+        if path in number or path[:-1] not in number:
+            raise ValueError(f"tree path {path} stands twice or before its parent; list parents first")
+        number[path] = len(number)
+    parents = (-1, *(number[path[:-1]] for path in paths))
+    return parents, (0, *(path[-1] for path in paths))
+
+
+def expected_tokens(frequency: np.ndarray) -> float:
+    """Tokens per cycle, the target's own included, that a tree promises whose paths are so frequent [T - 1]."""
+    return 1.0 + float(np.sum(frequency))

@@ -2,20 +2,24 @@
 
 import functools
 import importlib.util
+import itertools
 import os
 import re
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.topologies import get_topology_desc
 from programs_test import SMOLLM2, abstract_target
 
-from specjax import Engine
+from specjax import Engine, Target, trees
+from specjax.drafters.medusa import Medusa, declare
 from specjax.models.config import ModelConfig
 from specjax.models.rope import Rope
 from specjax.sharding import make_mesh
+from specjax.verify.target_first import TargetFirst
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed: pip install libtpu"),
@@ -26,7 +30,7 @@ LLAMA_8B = ModelConfig(
     "llama", 128256, 4096, 4, 32, 8, 128, 14336, 8192, 1e-5, Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192), (None,) * 4
 )
 SHAPES = {"llama-8b": LLAMA_8B, "smollm2": SMOLLM2}
-CASES = [("llama-8b", "eager"), ("llama-8b", "lookup"), ("smollm2", "eager"), ("smollm2", "lookup")]
+CASES = list(itertools.product(SHAPES, ("eager", "lookup", "medusa")))
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]\{?([\d,]*)")
 
@@ -47,11 +51,13 @@ class Cycle:
 def compiled(shape: str, method: str) -> Cycle:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it only compiles here, so other processes may as well
     mesh = make_mesh("data=2,model=4", get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices)
-    engine = Engine(abstract_target(SHAPES[shape], mesh, jnp.bfloat16), method)
+    target = abstract_target(SHAPES[shape], mesh, jnp.bfloat16)
+    engine = Engine(target, medusa(target) if method == "medusa" else method)
     state = engine.abstract(8, 1024)
     program = engine.programs.compiled("loop", state)
     local = [x.sharding.shard_shape(x.shape) for x in state.cache.k + state.cache.v]
-    weights = tuple(x.sharding.shard_shape(x.shape) for x in engine.target.leaves if len(x.shape) > 1)
+    held = [*target.leaves, *jax.tree.leaves(engine.drafter)]
+    weights = tuple(x.sharding.shard_shape(x.shape) for x in held if len(x.shape) > 1)
     return Cycle(
         program.memory_analysis(),
         tuple(instructions(program.as_text())),
@@ -59,6 +65,25 @@ def compiled(shape: str, method: str) -> Cycle:
         local[0],
         2 * sum(int(np.prod(x)) for x in local),
     )
+
+
+def medusa(target: Target) -> tuple[Medusa, TargetFirst]:
+    """Four heads of shapes alone that share the target's LM head, and a tree of 8 nodes."""
+    parents, ranks = trees.layout(((0,), (0, 0), (0, 0, 0), (1,), (0, 0, 0, 0), (0, 1), (1, 0)))
+    graph, heads = declare(target.config.width, trees.max_depth(np.array(parents)), 1, target.mesh, target.dtype)
+    drafter = Medusa(
+        heads,
+        target.norm,
+        target.lm_head,
+        None,
+        graph=graph,
+        parents=parents,
+        ranks=ranks,
+        vocab_size=target.config.vocab_size,
+        eps=target.config.norm_eps,
+        tap=target.config.layers,
+    )
+    return drafter, TargetFirst(drafter.depth)
 
 
 def instructions(hlo: str):

@@ -16,6 +16,8 @@ from specjax import Engine, GenerationStats, Sampling, load_target
 from specjax.bench import loops, measure, records, report, timing
 from specjax.bench.lossless import FLOAT32_BOUND, Comparison, Scorer
 from specjax.bench.workloads import Prompt
+from specjax.drafters.lookup import Lookup
+from specjax.verify.typical import Typical
 
 RUN_FIELDS = {
     "workload", "method", "batch_size", "temperature", "prompts", "prompt_tokens", "new_tokens", "decode_seconds",
@@ -299,7 +301,19 @@ def test_a_text_that_differs_is_told_loudly_and_never_recommended(results):
             run |= {"speedup": 3.0, "lossless": "no", "identical": 0.5, "differences": ["a1: token 3 is 5, not 6"]}
     told = report.markdown(spoilt)
     assert "NOT LOSSLESS: lookup on alpha" in told and "NO (50% identical)" in told
-    assert "lookup left out: its text differs" in report.sentence(spoilt)
+    assert "lookup left out: not lossless" in report.sentence(spoilt)
+
+
+def test_a_verifier_of_another_law_is_reported_as_not_lossless_and_its_texts_are_not_compared(engines):
+    typical = engines["eager"].with_method((Lookup(), Typical(Lookup().depth)))
+    prompt = Prompt("a1", "alpha", (ROWS[0]["prompt"],))
+    *_, found = measure.run({"eager": engines["eager"], "typical": typical}, [prompt], measure.Plan(max_new_tokens=8))
+    run = found["runs"][-1]
+    assert (run["method"], run["lossless"], run["identical"]) == ("typical", "no", None)
+    about = {"target_name": "tiny", "dtype": "float32", "device": "cpu", "cores": 2}
+    told = report.markdown({"environment": about, "summary": found["summary"], "runs": found["runs"]})
+    assert "NOT LOSSLESS: typical on alpha" in told and "no text was compared" in told
+    assert "No method can be recommended; typical left out: not lossless" in told
 
 
 def test_the_script_writes_everything_and_says_where(tmp_path):

@@ -17,6 +17,7 @@ from scripted import (
     TREE,
     decode,
     logits,
+    medusa_draft,
     oracle,
     outputs,
     plain,
@@ -30,13 +31,14 @@ from scripted import (
 
 from specjax import Engine, trees
 from specjax.drafters.lookup import Lookup
-from specjax.sharding import spec
+from specjax.drafters.medusa import from_draft
+from specjax.sharding import rowwise, spec
 from specjax.trees import Draft
 from specjax.verify.target_first import TargetFirst
 
 NEW = 32
 AXES = {
-    "draft": ("lookup", "oracle", "anti", "mixed", "random"),
+    "draft": ("lookup", "medusa", "oracle", "anti", "mixed", "random"),
     "shape": ("chain", "tree"),
     "rows": (1, len(LENGTHS)),
     "loop": ("whole", "sliced", "host"),
@@ -45,6 +47,10 @@ AXES = {
 }
 LAWS = {"greedy": {}, "sampled": {"temperature": 1.0}, "nucleus": {"temperature": 1.0, "top_p": 0.9}}
 LOOKUPS = {"chain": Lookup(branches=(7,), shortest=1), "tree": Lookup(branches=(4, 2, 1), shortest=1)}
+MEDUSAS = {  # LM head and tree: the target's and a chain, one over 15 tokens and a tree in which all ranks differ
+    "chain": (None, trees.chain(3)),
+    "tree": (15, ((0,), (1,), (0, 0), (2,), (0, 1), (1, 3), (0, 0, 2))),
+}
 
 
 def pairs(case: tuple) -> set:
@@ -73,6 +79,10 @@ def engine(draft: str, shape: str = "chain", mesh: str = "one", dtype: str = "fl
     if draft == "lookup":
         drafter = LOOKUPS[shape]
         return Engine(place, (drafter, TargetFirst(drafter.depth)), chunk=CHUNK)
+    if draft == "medusa":
+        draft_vocab, paths = MEDUSAS[shape]
+        drafter = from_draft(medusa_draft(draft_vocab), paths, place)
+        return Engine(place, (drafter, TargetFirst(drafter.depth)), chunk=CHUNK)
     return scripted(place, CHAIN if shape == "chain" else TREE)
 
 
@@ -89,7 +99,7 @@ def generate(draft: str, shape: str, rows: int, loop: str, mesh: str, law: str):
     method, chosen = engine(draft, shape, mesh), slice(len(LENGTHS) - rows, None)
     asked, wanted = prompts()[chosen], wishes(len(LENGTHS), max_new_tokens=NEW, **LAWS[law])[chosen]
     state = method.prefill(method.start(asked, wanted, rows))
-    if draft not in ("eager", "lookup"):
+    if draft not in ("eager", "lookup", "medusa"):
         texts = [prompt + output for prompt, output in zip(asked, eager(law)[chosen])]
         state = script(state, *oracle(texts, state.text.count.shape[0], draft))
     state = decode(method, state, loop)
@@ -175,14 +185,18 @@ class Successors:
         return ()
 
     def draft(self, state, tokens, count, sampling):
-        chain = [jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)]
-        for _ in range(self.depth):
-            chain.append(self.table[chain[-1]])
-        tree = trees.static(trees.branches(self.depth), jnp.ones((len(count), self.depth + 1), bool))
-        return Draft(tree, jnp.concatenate(chain, axis=1), jnp.where(count % 2 == 0, 2, 4))
+        # The table is an argument, not closed over: `rowwise` has to see the drafter's parameters.
+        return rowwise(self._chain)(self.table, tokens, count)
 
     def extend(self, state, tokens, features, count):
         return state
+
+    def _chain(self, table, tokens, count):
+        chain = [jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)]
+        for _ in range(self.depth):
+            chain.append(table[chain[-1]])
+        tree = trees.static(trees.branches(self.depth), jnp.ones((len(count), self.depth + 1), bool))
+        return Draft(tree, jnp.concatenate(chain, axis=1), jnp.where(count % 2 == 0, 2, 4))
 
 
 @pytest.mark.parametrize("mesh", MESHES)

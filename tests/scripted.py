@@ -19,7 +19,8 @@ from tokenizers import models, pre_tokenizers
 
 from specjax import Engine, Sampling, Target, load_target, trees
 from specjax.decode.state import DecodeState
-from specjax.sharding import row_spec
+from specjax.loading.drafts import MedusaDraft
+from specjax.sharding import row_spec, rowwise
 from specjax.trees import Draft
 from specjax.verify.target_first import TargetFirst
 
@@ -177,6 +178,12 @@ class Scripted:
         return Script(zero, zero)
 
     def draft(self, state, tokens, count, sampling):
+        return rowwise(self._scripted)(state, tokens, count)
+
+    def extend(self, state, tokens, features, count):
+        return state
+
+    def _scripted(self, state, tokens, count):
         nodes, paths = np.arange(len(self.parents)), ancestors(self.parents)
         leaves = np.setdiff1d(nodes, self.parents)
         on_path = jnp.array(paths[leaves])[count % len(leaves)]
@@ -189,14 +196,34 @@ class Scripted:
             trees.static(np.array(self.parents), nodes < size[:, None]), jnp.where(nodes == 0, last, proposed), size
         )
 
-    def extend(self, state, tokens, features, count):
-        return state
-
 
 def scripted(target: Target, parents: Sequence[int] = CHAIN, blocks: Sequence[int] = (), **options) -> Engine:
     """An engine whose drafts are scripted."""
     drafter = Scripted(tuple(parents), tuple(blocks) or (len(parents),))
     return Engine(target, (drafter, TargetFirst(drafter.depth)), **{"chunk": CHUNK} | options)
+
+
+def medusa_draft(draft_vocab: int | None = None, layers: int = 1, heads: int = 3, seed: int = 0) -> MedusaDraft:
+    """Random Medusa heads for the tiny target, with the target's LM head or one over some scattered tokens."""
+    rng, width, vocab = np.random.default_rng(seed), FIELDS["hidden_size"], FIELDS["vocab_size"]
+
+    def noise(*shape):
+        return rng.normal(0, width**-0.5, shape).astype(np.float32)
+
+    own = draft_vocab is not None
+    return MedusaDraft(
+        weight=3 * noise(heads, layers, width, width),
+        bias=noise(heads, layers, width),
+        lm_head=noise(draft_vocab, width) if own else None,
+        token_ids=np.sort(rng.choice(vocab, draft_vocab, replace=False)).astype(np.int32) if own else None,
+        accuracy=np.array([[0.5, 0.2, 0.1]] * heads),
+        paths=trees.chain(heads),
+        frequency=0.5 ** np.arange(1.0, heads + 1),
+        nodes=heads + 1,
+        target={},
+        template_args={},
+        training={},
+    )
 
 
 def oracle(texts: Sequence[Sequence[int]], rows: int, kind: str = "oracle", vocab: int = 97) -> tuple:

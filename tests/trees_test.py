@@ -1,4 +1,5 @@
-"""Draft trees: depth, mask and position follow the parents, never the slot; a tree pass equals its paths fed alone."""
+"""Draft trees: depth, mask and position follow the parents, never the slot; a tree pass equals its paths fed alone;
+ranked paths make the best tree of every size."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from scripted import CHUNK, FIELDS, MESHES, ancestors, logits, prompts, target, 
 from specjax import Engine, trees
 
 LOPSIDED = np.array([-1, 0, 0, 1, 1, 3, 2])
+SPARSE = ((0,), (1,), (0, 0), (2,), (0, 1), (1, 3), (0, 0, 2))  # not all ranks in use, nor in order
 
 
 def test_depth_and_mask_of_a_lopsided_tree():
@@ -65,3 +67,54 @@ def test_a_tree_pass_equals_every_path_fed_as_plain_text(mesh):
             path = np.flatnonzero(ancestors(LOPSIDED)[node])
             want = logits(FIELDS, weights, prompt + tokens[row, path].tolist())[-1]
             np.testing.assert_allclose(got[row, node], want, atol=1e-4)
+
+
+def every_tree(heads: int, guesses: int, nodes: int) -> set[frozenset]:
+    """All prefix-closed sets of `nodes` - 1 paths."""
+    found = {frozenset()}
+    for _ in range(nodes - 1):
+        grown = ((tree, path) for tree in found for path in tree | {()} if len(path) < heads)
+        found = {tree | {(*path, rank)} for tree, path in grown for rank in range(guesses) if (*path, rank) not in tree}
+    return found
+
+
+def accepted(tree, ranks: np.ndarray) -> float:
+    """Tokens per cycle of a tree, counted: at each position the longest path that the right tokens follow, and one."""
+    return 1 + np.mean([max((len(p) for p in tree if tuple(right[: len(p)]) == p), default=0) for right in ranks])
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_beginning_of_the_ranked_paths_is_the_best_tree_of_its_size(seed, nodes):
+    rng = np.random.default_rng(seed)
+    ranks = rng.choice([[0, 0, 0], [0, 1, 2], [1, 0, 0], [1, 1, 1], [2, 2, 0], [7, 0, 1], [0, 3, 0]], 40)
+    paths, frequency = trees.ranked(ranks, 5)
+    best = max(accepted(tree, ranks) for tree in every_tree(3, 5, nodes))
+    assert accepted(paths[: nodes - 1], ranks) == pytest.approx(best)
+    assert trees.expected_tokens(frequency[: nodes - 1]) == pytest.approx(best)
+
+
+def test_ranked_paths_are_counted_and_ties_go_to_the_shallow_and_low():
+    ranks = np.random.default_rng(4).geometric([0.5, 0.4, 0.3], (400, 3)) - 1
+    paths, frequency = trees.ranked(ranks, 63)
+    for path, share in zip(paths, frequency, strict=True):
+        assert share == np.mean([tuple(right[: len(path)]) == path for right in ranks])
+    assert len(paths) == 63 and (np.diff(frequency) <= 0).all() and trees.layout(paths)
+    paths, frequency = trees.ranked(np.array([[1, 0], [0, 2], [0, 1], [3, 0], [0, 9], [1, 0]]), 6)
+    assert paths == ((0,), (1,), (1, 0), (3,), (0, 1), (0, 2))
+    np.testing.assert_allclose(frequency, [3 / 6, 2 / 6, 2 / 6, 1 / 6, 1 / 6, 1 / 6])
+
+
+def test_tokens_that_cannot_be_guessed_make_no_path_and_still_count():
+    paths, frequency = trees.ranked(np.array([[9, 0], [9, 0], [9, 9], [0, 9]]), 8)
+    assert paths == ((0,),) and frequency.tolist() == [1 / 4]
+    assert trees.ranked(np.full((3, 2), 9), 8)[0] == ()
+    with pytest.raises(ValueError, match="no position to count draft paths at; calibrate on more text"):
+        trees.ranked(np.zeros((0, 2), int), 8)
+
+
+def test_layout_keeps_the_order_of_addition():
+    assert trees.layout(SPARSE) == ((-1, 0, 0, 1, 0, 1, 2, 3), (0, 0, 1, 0, 2, 1, 3, 2))
+    assert trees.layout(trees.chain(3)) == ((-1, 0, 1, 2), (0, 0, 0, 0))
+    with pytest.raises(ValueError, match=r"path \(0, 0\) stands twice or before its parent"):
+        trees.layout(((0, 0), (0,)))

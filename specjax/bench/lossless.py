@@ -36,7 +36,8 @@ class Tie:
 
 @dataclasses.dataclass
 class Comparison:
-    """Texts compared with the baseline's. `failures`: sentences about those that no tie explains."""
+    """Texts compared with the baseline's. `failures`: sentences about those that no tie explains, or why none
+    was compared that would have to be."""
 
     compared: int = 0
     identical: int = 0
@@ -45,9 +46,9 @@ class Comparison:
 
     @property
     def lossless(self) -> str:
-        if not self.compared:
-            return "not compared"
-        return "no" if self.failures else "tokens-equal"
+        if self.failures:
+            return "no"
+        return "tokens-equal" if self.compared else "not compared"
 
 
 class Scorer:

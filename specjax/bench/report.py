@@ -112,7 +112,7 @@ def sentence(results: dict) -> str:
     """The best method for these prompts, its speed-up and the workloads that lose; or that none pays."""
     drafting = [row for row in results["summary"] if row["method"] != "eager" and row["speedup"]]
     different = sorted({run["method"] for run in results["runs"] if run["lossless"] == "no"})
-    left_out = f"; {', '.join(different)} left out: its text differs from eager's" if different else ""
+    left_out = f"; {', '.join(different)} left out: not lossless" if different else ""
     fit = [row for row in drafting if row["method"] not in different]
     if not fit:
         none = "nothing was decoded to time it by" if len(results["summary"]) > 1 else "none but eager was measured"

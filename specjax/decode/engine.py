@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import cache, methods
+from specjax.costs import CostTable
 from specjax.decode import state as states
 from specjax.decode.loop import UNBOUNDED
 from specjax.decode.programs import Programs, bucket_ladder, keep_compiled_programs
@@ -19,6 +20,7 @@ from specjax.decode.request import MAX_SEED, GenerationStats, Result, Sampling, 
 from specjax.decode.state import DecodeState, Text
 from specjax.decode.target import Target
 from specjax.decode.watch import Watch
+from specjax.drafters.base import Drafter
 from specjax.sampling import SamplingState
 from specjax.sharding import row_spec
 
@@ -31,7 +33,8 @@ class Engine:
 
     `method` is a name of `methods`, or a (drafter, verifier) pair; `draft` the folder of its trained draft.
     `max_context`: most tokens a text may have, prompt included (default: the target's own limit). `chunk`:
-    prompt tokens that one prefill pass takes. `template_args`: variables for the chat template.
+    prompt tokens that one prefill pass takes. `template_args`: variables for the chat template. `costs`: what passes
+    cost here; a method that can choose how much to draft goes by it.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Engine:
         max_context: int | None = None,
         chunk: int = 128,
         template_args: Mapping[str, Any] | None = None,
+        costs: CostTable | None = None,
     ):
         limit = target.config.max_context
         if max_context is not None and not 0 < max_context <= limit:
@@ -54,13 +58,16 @@ class Engine:
             raise ValueError(f"chunk is {chunk}; a prefill pass takes 1 prompt token or more")
         keep_compiled_programs()
         self.target, self.max_context, self.chunk = target, max_context or limit, chunk
-        self.template_args = dict(template_args or {})
+        self.template_args, self.costs = dict(template_args or {}), costs
         self.method = method if isinstance(method, str) else type(method[0]).__name__.lower()
-        self.drafter, self.verifier = methods.build(method, draft) if isinstance(method, str) else method
+        if isinstance(method, str):
+            method = methods.build(method, target, draft, costs=costs, template_args=self.template_args)
+        self.drafter, self.verifier = method
         self.buckets = bucket_ladder(self.max_context, max(chunk, self.drafter.depth + 1))
         self.programs = Programs(target, self.drafter, self.verifier, self.method, chunk, self.buckets)
-        self._empty = jax.jit(self._fresh, static_argnums=0)  # kept: a new one for each request would compile anew
+        self._empty = jax.jit(self._fresh, static_argnums=(0, 1))  # kept: a new one for each request would compile anew
         self._grow = jax.jit(cache.grow, static_argnums=1)
+        self._insert = jax.jit(states.insert, donate_argnums=0)
 
     def with_method(self, method, draft=None) -> "Engine":
         """An engine for another method of the same target, sharing its parameters."""
@@ -71,7 +78,28 @@ class Engine:
             max_context=self.max_context,
             chunk=self.chunk,
             template_args=self.template_args,
+            costs=self.costs,
         )
+
+    def replace_drafter(self, drafter: Drafter) -> None:
+        """Draft with other arrays from now on, without compiling anything again: for drafts still in training.
+
+        Raises ValueError if the drafter differs in more than its arrays' values.
+        """
+        (new, structure), (old, own) = jax.tree.flatten(drafter), jax.tree.flatten(self.drafter)
+        if structure != own:
+            raise ValueError(
+                f"the new drafter is not built like the engine's {type(self.drafter).__name__}; "
+                "make an engine for it by with_method"
+            )
+        for theirs, ours in zip(new, old):
+            if (theirs.shape, theirs.dtype) != (ours.shape, ours.dtype):
+                raise ValueError(
+                    f"the new drafter has {theirs.dtype}{list(theirs.shape)} where the engine's has "
+                    f"{ours.dtype}{list(ours.shape)}; make an engine for it by with_method"
+                )
+        put = [jax.device_put(theirs, ours.sharding) for theirs, ours in zip(new, old)]
+        self.drafter = self.programs.drafter = jax.tree.unflatten(own, put)
 
     def generate(
         self,
@@ -128,11 +156,16 @@ class Engine:
             )
         return ids
 
-    def start(self, prompts: list[list[int]], wishes: Sequence[Sampling], batch_size: int) -> DecodeState:
-        """A state whose rows are about to be prefilled; rows beyond the prompts are finished from the start."""
+    def start(
+        self, prompts: list[list[int]], wishes: Sequence[Sampling], batch_size: int, slots: int | None = None
+    ) -> DecodeState:
+        """A state whose rows are about to be prefilled; rows beyond the prompts are finished from the start.
+
+        `slots`: the cache bucket to begin in (default: the smallest).
+        """
         rows = -(-batch_size // self.target.mesh.shape["data"]) * self.target.mesh.shape["data"]
         with jax.set_mesh(self.target.mesh):
-            fresh = self._empty(rows)
+            fresh = self._empty(rows, slots)
         text, sampling = self._rows(prompts, wishes, rows)
         return DecodeState(text, fresh[0], fresh[1], sampling, fresh[2])
 
@@ -155,6 +188,12 @@ class Engine:
             state = self.programs("prefill", state)
             length = np.minimum(length + self.chunk, np.maximum(prompt, length))
         return state
+
+    def insert(self, state: DecodeState, fresh: DecodeState, rows: Sequence[int]) -> DecodeState:
+        """Put the first rows of `fresh`, which has as many cache slots, into `state` at `rows`; `state` is donated."""
+        spare = fresh.text.count.shape[0] - len(rows)
+        with jax.set_mesh(self.target.mesh):
+            return self._insert(state, fresh, np.array([*rows, *[-1] * spare], np.int32))
 
     def decode(self, state: DecodeState, cycles: int | None = None) -> DecodeState:
         """Cycle until all rows have finished, or for at most `cycles` cycles; moves to larger buckets as needed."""
@@ -184,7 +223,28 @@ class Engine:
             state = self._stopped(state, watch)
             while np.asarray(state.text.running)[: len(wishes)].any():
                 state = self._stopped(self.decode(state, SLICE), watch)
-        return state, [self._result(state, row, watch) for row in range(len(wishes))]
+        return state, [self.result(state, row, watch) for row in range(len(wishes))]
+
+    def result(self, state: DecodeState, row: int, watch: Watch) -> Result:
+        """What a row has written so far, clipped where `watch` found a stop string."""
+        finish = np.asarray(state.text.finish)[row]
+        stats = jax.tree.map(lambda x: np.asarray(x)[row].tolist(), state.stats)
+        tokens, text = watch.clip(row, self._output(state, row))
+        return Result(
+            text=text,
+            tokens=tokens,
+            finish_reason="stop" if finish == states.STOP else "length",
+            stats=GenerationStats(
+                stats.cycles,
+                stats.emitted,
+                stats.drafted,
+                stats.accepted,
+                tuple(stats.drafted_at),
+                tuple(stats.accepted_at),
+            ),
+            prompt_tokens=int(np.asarray(state.text.prompt)[row]),
+            context_full=bool(finish == states.CONTEXT),
+        )
 
     def bucket(self, slots: int) -> int:
         """The smallest cache size that has `slots` slots."""
@@ -258,26 +318,6 @@ class Engine:
     def _output(self, state: DecodeState, row: int) -> list[int]:
         start, end = np.asarray(state.text.prompt)[row], np.asarray(state.text.count)[row]
         return np.asarray(state.text.tokens)[row, start:end].tolist()
-
-    def _result(self, state: DecodeState, row: int, watch: Watch) -> Result:
-        finish = np.asarray(state.text.finish)[row]
-        stats = jax.tree.map(lambda x: np.asarray(x)[row].tolist(), state.stats)
-        tokens, text = watch.clip(row, self._output(state, row))
-        return Result(
-            text=text,
-            tokens=tokens,
-            finish_reason="stop" if finish == states.STOP else "length",
-            stats=GenerationStats(
-                stats.cycles,
-                stats.emitted,
-                stats.drafted,
-                stats.accepted,
-                tuple(stats.drafted_at),
-                tuple(stats.accepted_at),
-            ),
-            prompt_tokens=int(np.asarray(state.text.prompt)[row]),
-            context_full=bool(finish == states.CONTEXT),
-        )
 
 
 def _longest(state: DecodeState) -> int:

@@ -40,7 +40,10 @@ def keep_compiled_programs() -> None:
 
 
 class Programs:
-    """`prefill`, `loop` and `step` per batch size and cache bucket; each compile is announced and timed."""
+    """`prefill`, `loop` and `step` per batch size and cache bucket; each compile is announced and timed.
+
+    `drafter`: an argument of every program; another of the same shapes may take its place.
+    """
 
     def __init__(self, target: Target, drafter: Drafter, verifier: Verifier, name: str, chunk: int, buckets: list[int]):
         self._target, self._name, self._buckets = target, name, buckets
@@ -50,7 +53,7 @@ class Programs:
             "loop": lambda leaves, drafter, state, cycles: run(module(leaves), drafter, verifier, state, cycles),
             "step": lambda leaves, drafter, state: step(module(leaves), drafter, verifier, state),
         }
-        self._drafter = drafter
+        self.drafter = drafter
         self._compiled = {}
         self.compile_seconds = 0.0
 
@@ -60,7 +63,7 @@ class Programs:
     def __call__(self, kind: str, state: DecodeState, *arguments) -> DecodeState:
         """Run a program on `state`, which is donated."""
         program = self.compiled(kind, state)
-        return program(self._target.leaves, self._drafter, state, *arguments)
+        return program(self._target.leaves, self.drafter, state, *arguments)
 
     def compiled(self, kind: str, state: DecodeState):
         """The program for states of this shape; `state` may be abstract."""
@@ -71,7 +74,7 @@ class Programs:
             start = time.perf_counter()
             with jax.set_mesh(self._target.mesh):
                 jitted = jax.jit(self._functions[kind], donate_argnums=2)
-                lowered = jitted.lower(self._target.leaves, self._drafter, state, *arguments)
+                lowered = jitted.lower(self._target.leaves, self.drafter, state, *arguments)
                 self._compiled[key] = lowered.compile()
             seconds = time.perf_counter() - start
             self.compile_seconds += seconds

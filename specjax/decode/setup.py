@@ -6,7 +6,7 @@ from typing import Any
 
 from specjax.costs import CostTable, environment
 from specjax.decode.engine import Engine
-from specjax.decode.target import load_target
+from specjax.decode.target import Target, load_target
 from specjax.telemetry import say
 
 
@@ -42,17 +42,24 @@ class Setup:
                 f"going on with {limit}"
             )
             room = limit
-        return Engine(target, method, draft, max_context=room, chunk=self.chunk, template_args=self.template_args)
+        return Engine(
+            target,
+            method,
+            draft,
+            max_context=room,
+            chunk=self.chunk,
+            template_args=self.template_args,
+            costs=self.costs(target),
+        )
 
-    def costs(self, engine: Engine) -> CostTable | None:
-        """The cost table, if one was given; a line says so if it was measured in another environment.
+    def costs(self, target: Target) -> CostTable | None:
+        """The cost table, if one was given; a line says so if it was not measured with `target` in this environment.
 
         Raises ValueError or FileNotFoundError if the file is no cost table.
         """
         if self.cost_table is None:
             return None
         table = CostTable.load(self.cost_table)
-        target = engine.target
         if differences := table.differences(environment(target.mesh, target.dtype, target.fingerprint)):
             say(f"warning: {self.cost_table} was measured elsewhere ({'; '.join(differences)}); run launch.costs here")
         return table

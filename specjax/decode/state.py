@@ -8,6 +8,7 @@ from flax import struct
 
 from specjax.cache import KVCache
 from specjax.sampling import SamplingState
+from specjax.sharding import unsplit_rows
 
 RUNNING, STOP, LENGTH, CONTEXT = range(4)
 
@@ -66,6 +67,21 @@ def no_stats(batch: int, depth: int) -> Stats:
     """Counters at zero, for drafts up to `depth` deep."""
     zero, levels = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, depth), jnp.int32)
     return Stats(zero, zero, zero, zero, levels, levels)
+
+
+def insert(state: DecodeState, fresh: DecodeState, rows: jax.Array) -> DecodeState:
+    """`state` with its row rows[i] replaced by row i of `fresh`; rows [n], negative: not at all."""
+    here = rows == jnp.arange(state.text.count.shape[0])[:, None]
+    source, replaced = jnp.argmax(here, axis=1), here.any(1)
+
+    def pick(old, new):
+        moved = unsplit_rows(new).at[source].get(out_sharding=jax.typeof(old).sharding.spec)
+        replaced_all = jnp.broadcast_to(
+            replaced.reshape(-1, *[1] * (old.ndim - 1)), old.shape, out_sharding=jax.typeof(old).sharding.spec
+        )
+        return jnp.where(replaced_all, moved, old)
+
+    return jax.tree.map(pick, state, fresh)
 
 
 def emit(text: Text, emitted: jax.Array, accepted: jax.Array) -> tuple[Text, jax.Array]:

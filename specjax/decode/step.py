@@ -38,14 +38,8 @@ def step(target: Transformer, drafter: Drafter, verifier: Verifier, state: Decod
 
 def propose(drafter: Drafter, state: DecodeState) -> Draft:
     """The drafter's proposal, without nodes past its `size` and without any in finished rows."""
-
-    def run(drafter, state, text, sampling):
-        draft = drafter.draft(state, text.tokens, text.count, sampling)
-        within = (jnp.arange(draft.tokens.shape[1]) < draft.size[:, None]) & text.running[:, None]
-        return draft.replace(tree=draft.tree.replace(valid=draft.tree.valid & within))
-
-    # The drafter is an argument, not closed over: `rowwise` has to see its own parameters.
-    return rowwise(run)(drafter, state.drafter, state.text, state.sampling)
+    draft = drafter.draft(state.drafter, state.text.tokens, state.text.count, state.sampling)
+    return rowwise(_worth_a_pass)(draft, state.text.running)
 
 
 def fits(state: DecodeState, tokens: int) -> jax.Array:
@@ -90,6 +84,11 @@ def prefill_step(target: Transformer, drafter: Drafter, chunk: int, state: Decod
     cache = append(state.cache, output.block_kv, path, taken, after=first)
     drafter_state = drafter.extend(state.drafter, tokens, output.features, taken)
     return state.replace(text=text, cache=cache, drafter=drafter_state)
+
+
+def _worth_a_pass(draft: Draft, running: jax.Array) -> Draft:
+    within = (jnp.arange(draft.tokens.shape[1]) < draft.size[:, None]) & running[:, None]
+    return draft.replace(tree=draft.tree.replace(valid=draft.tree.valid & within))
 
 
 def _judge(verifier: Verifier, draft: Draft, logits, sampling: SamplingState, position) -> tuple[Verdict, jax.Array]:

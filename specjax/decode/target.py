@@ -38,6 +38,19 @@ class Target:
         """The model around these leaves; call it inside a traced function."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
 
+    @property
+    def norm(self) -> jax.Array:
+        """Scale [D] of the final norm."""
+        return self._parameter("norm")
+
+    @property
+    def lm_head(self) -> jax.Array:
+        """The head [V', D] itself, not a copy: the embedding where the two are tied."""
+        return self._parameter("embed" if self.config.tied else "lm_head")
+
+    def _parameter(self, name: str) -> jax.Array:
+        return jax.tree.unflatten(self.tree, self.leaves)[name].get_value()
+
 
 def load_target(path: str | Path | None = None, *, mesh: str = "", dtype: str = "float32", tokenizer=None) -> Target:
     """Open a Hugging Face folder or GGUF file (default: the installed SmolLM2) and place it on a mesh.

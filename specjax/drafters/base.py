@@ -23,7 +23,10 @@ class Drafter(Protocol):
         """State for `batch` rows, every array leading with B."""
 
     def draft(self, state: Any, tokens: jax.Array, count: jax.Array, sampling: SamplingState) -> Draft:
-        """Propose a continuation of tokens [B, S], of which the first count [B] are the text so far."""
+        """Propose a continuation of tokens [B, S], of which the first count [B] are the text so far.
+
+        Called in explicit-sharding mode: what only gathers and compares within a row is wrapped in `rowwise`.
+        """
 
     def extend(self, state: Any, tokens: jax.Array, features: tuple[jax.Array, ...], count: jax.Array) -> Any:
         """Take in the first count [B] of tokens [B, P] and their target features [B, P, D]: prompt chunks and

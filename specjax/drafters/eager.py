@@ -5,6 +5,7 @@ import numpy as np
 from flax import struct
 
 from specjax import trees
+from specjax.sharding import rowwise
 from specjax.trees import Draft
 
 
@@ -20,8 +21,12 @@ class Eager:
         return ()
 
     def draft(self, state, tokens, count, sampling):
-        last = jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)
-        return Draft(trees.static(np.array([-1]), last >= 0), last, jnp.ones_like(count))
+        return rowwise(_root_alone)(tokens, count)
 
     def extend(self, state, tokens, features, count):
         return state
+
+
+def _root_alone(tokens, count) -> Draft:
+    last = jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)
+    return Draft(trees.static(np.array([-1]), last >= 0), last, jnp.ones_like(count))

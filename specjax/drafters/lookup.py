@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from specjax import trees
+from specjax.sharding import rowwise
 from specjax.trees import Draft
 
 
@@ -40,6 +41,13 @@ class Lookup:
         return ()
 
     def draft(self, state, tokens, count, sampling):
+        return rowwise(self._copied)(tokens, count)
+
+    def extend(self, state, tokens, features, count):
+        return state
+
+    def _copied(self, tokens: jax.Array, count: jax.Array) -> Draft:
+        """What followed the best matches in tokens [B, S], of which the first count [B] are the text so far."""
         last = jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)
         score, following = self._matches(tokens, count)
         proposed, known = [last], [last >= 0]
@@ -53,9 +61,6 @@ class Lookup:
         tree = trees.static(trees.branches(*self.branches), jnp.concatenate(known, axis=1))
         size = jnp.where(tree.valid[:, 1:].any(-1), self.blocks[-1], 1)
         return Draft(tree, jnp.concatenate(proposed, axis=1), size)
-
-    def extend(self, state, tokens, features, count):
-        return state
 
     def _matches(self, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Score every text position as the end of a match [B, S] (0: none) and say which token follows it [B, S].

@@ -85,10 +85,20 @@ class Transformer(nnx.Module):
         block_kv = BlockKV(tuple(keys), tuple(values))
         return TargetOutput(logits, tuple(features[i] for i in taps), block_kv)
 
+    @property
+    def head(self) -> jax.Array:
+        """The language model head [V', D]: the embedding where the two are tied."""
+        return (self.embed if self.config.tied else self.lm_head)[...]
+
     def logits(self, x: jax.Array) -> jax.Array:
         """Normed hidden states [B, T, D] -> float32 logits [B, T, V'], split over the vocabulary."""
-        head = self.embed if self.config.tied else self.lm_head
-        logits = project(head[...], x, ("vocab",), jnp.float32)
-        if logits.shape[-1] == self.config.vocab_size:
-            return logits
-        return jnp.where(jnp.arange(logits.shape[-1]) < self.config.vocab_size, logits, MASKED)
+        return vocabulary_logits(self.head, x, self.config.vocab_size)
+
+
+def vocabulary_logits(lm_head: jax.Array, x: jax.Array, vocab_size: int) -> jax.Array:
+    """lm_head [V', D], of which `vocab_size` rows are tokens, times x [B, T, D] -> float32 [B, T, V'], split over the
+    vocabulary, its padding masked."""
+    logits = project(lm_head, x, ("vocab",), jnp.float32)
+    if logits.shape[-1] == vocab_size:
+        return logits
+    return jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, logits, MASKED)

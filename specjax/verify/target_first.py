@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from specjax.sampling import SamplingState, draw, greedy
-from specjax.sharding import whole
+from specjax.sampling import SamplingState, greedy
 from specjax.trees import Draft
-from specjax.verify.base import Verdict, child
+from specjax.verify.base import Verdict, child, draw_at, walk_greedily
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +20,14 @@ class TargetFirst:
     """Verifier for trees at most `depth` deep."""
 
     depth: int
+    lossless = True
 
     def verify(self, draft: Draft, logits: jax.Array, sampling: SamplingState, position: jax.Array) -> Verdict:
         """logits [B, T, V], position [B] of the token after the root -> Verdict."""
         return lax.cond(
             (sampling.temperature > 0).any(),
-            lambda: self._walk(draft, lambda node, step: _draw_at(logits, node, sampling, position + step)),
-            lambda: self._walk_greedily(draft, greedy(logits)),
+            lambda: self._walk(draft, lambda node, step: draw_at(logits, node, sampling, position + step)),
+            lambda: walk_greedily(draft, greedy(logits), self.depth),
         )
 
     def _walk(self, draft: Draft, token_at) -> Verdict:
@@ -51,20 +51,3 @@ class TargetFirst:
         start = (jnp.int32(0), rows == 0, rows, path, rows, rows)
         _, _, _, path, count, token = lax.while_loop(go_on, descend, start)
         return Verdict(path, count, token)
-
-    def _walk_greedily(self, draft: Draft, best: jax.Array) -> Verdict:
-        """The same walk when the tokens of all nodes, best [B, T], are known: unrolled, nothing vocabulary-sized."""
-        node = jnp.zeros_like(best[:, 0])
-        walking = node == 0
-        path, count = [node], node
-        for _ in range(self.depth):
-            found, below = child(draft, node, jnp.take_along_axis(best, node[:, None], axis=1)[:, 0])
-            walking &= found
-            node = jnp.where(walking, below, node)
-            path.append(node)
-            count = count + walking
-        return Verdict(jnp.stack(path, axis=1), count, jnp.take_along_axis(best, node[:, None], axis=1)[:, 0])
-
-
-def _draw_at(logits, node, sampling, position):
-    return draw(whole(jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]), sampling, position)
