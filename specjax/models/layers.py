@@ -7,6 +7,8 @@ from jax import lax
 
 from specjax.sharding import padded, spec
 
+FEW_TOKENS = 256  # a pass over more gains nothing by taking the weight first, and pays for the transposition
+
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype) -> nnx.Param:
     """A weight [*out, *in] born on its shards, normal with variance 1 / fan-in (the last dimension's size)."""
@@ -24,9 +26,9 @@ def project(w: jax.Array, x: jax.Array, axes: tuple[str | None, ...], dtype=None
 
     `axes` names the split of O.
 
-    On CPUs the weight is the left operand, as it is stored: up to twice as fast. XLA would turn the
-    transposition after it into the slower product, so a barrier keeps the two apart. Elsewhere the compiler
-    chooses layouts, and the plain product lets it.
+    On CPUs, for the few tokens of a decode pass, the weight is the left operand, as it is stored: up to twice as
+    fast. XLA would turn the transposition after it into the slower product, so a barrier keeps the two apart. Elsewhere
+    the compiler chooses layouts, and the plain product lets it.
     """
     inner = x.ndim - 2
     of_w, of_x = tuple(range(w.ndim - inner, w.ndim)), tuple(range(2, x.ndim))
@@ -39,6 +41,8 @@ def project(w: jax.Array, x: jax.Array, axes: tuple[str | None, ...], dtype=None
     def plain(w, x):
         return lax.dot_general(x, w, ((of_x, of_w), ((), ())), out_sharding=spec("batch", None, *axes), **form)
 
+    if x.shape[0] * x.shape[1] > FEW_TOKENS:
+        return plain(w, x)
     return lax.platform_dependent(w, x, cpu=weight_first, default=plain)
 
 

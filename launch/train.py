@@ -1,0 +1,57 @@
+"""Train a draft for a target on text that the target wrote, and leave it where the other scripts can use it.
+
+    python -m launch.train --config=configs/medusa.py --target=HF_DIR --data=data --workdir=runs/medusa
+    python -m launch.train --config=configs/medusa.py --data=data --workdir=runs/medusa --config.training.epochs=5
+
+--data: a folder that launch.distill wrote, or a JSONL file of conversations (OpenAI messages, ShareGPT). The same
+command again goes on where it was stopped; another configuration needs another --workdir.
+"""
+
+import json
+import shlex
+from pathlib import Path
+
+from absl import flags
+
+from launch import common
+from specjax.decode.setup import Setup
+from specjax.telemetry import say
+from train_drafts import loop
+from train_drafts.step import Optimizer
+from train_drafts.tasks import Medusa
+
+flags.adopt_module_key_flags(common)
+DATA = flags.DEFINE_string("data", None, "Folder of launch.distill, or a file of conversations.", required=True)
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, TensorBoard, draft.", required=True)
+
+
+def run() -> None:
+    config, workdir = common.CONFIG.value, Path(WORKDIR.value)
+    if "task" not in config:
+        raise ValueError("this config trains nothing; give --config=configs/medusa.py or one like it")
+    task, optimizer = Medusa(**config.task), Optimizer(**config.optimizer)
+    training = loop.Training(**config.training)
+    common.check_writable(workdir / "config.json")
+    setup = common.setup(config.setup)
+    engine = setup.open()
+    say(common.device_line(engine))
+    draft, last = loop.run(engine, task, optimizer, training, Path(DATA.value), workdir, engine.costs)
+    print(last.line())
+    print(f"written: {workdir / 'draft'} (a tree of {draft.nodes} nodes by default)")
+    print(f"see: tensorboard --logdir {shlex.quote(str(workdir))}")
+    print("next:", shlex.join(next_command(setup, workdir)))
+
+
+def next_command(setup: Setup, workdir: Path) -> list[str]:
+    """A benchmark of the draft, with what was said here about the target."""
+    asked = {name: getattr(setup, name) for name in common.OVERRIDES}
+    given = {name: value for name, value in asked.items() if value != getattr(Setup(), name)}
+    if "template_args" in given:
+        given["template_args"] = json.dumps(given["template_args"])
+    command = ["python", "-m", "launch.bench", "--config=configs/bench.py"]
+    command += [f"--{name}={value}" for name, value in given.items()]
+    return [*command, f"--methods=eager,medusa={workdir}", "--workloads=all", "--out=runs/bench"]
+
+
+if __name__ == "__main__":
+    common.main(run)
