@@ -50,6 +50,15 @@ def setup(config: ConfigDict) -> Setup:
     return Setup(**(config.to_dict() | given))
 
 
+def flags_of(setup: Setup, *names: str) -> list[str]:
+    """The flags that open the same target again: of `names` (default: all) those that are not at their default."""
+    values = {name: (getattr(setup, name), getattr(Setup(), name)) for name in names or OVERRIDES}
+    given = {name: value for name, (value, default) in values.items() if value != default}
+    if "template_args" in given:
+        given["template_args"] = json.dumps(given["template_args"])
+    return [f"--{name}={value}" for name, value in given.items()]
+
+
 def parse_methods(text: str) -> list[tuple[str, str | None]]:
     """`"eager,medusa:tree8=DIR"` -> `[("eager", None), ("medusa:tree8", "DIR")]`.
 

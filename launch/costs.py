@@ -58,8 +58,8 @@ def run() -> None:
     table.save(OUT.value)
     report(table, engine.target.name)
     print(f"written: {OUT.value}")
-    bench = "python -m launch.bench --config=configs/bench.py --methods=eager,lookup --out=runs/bench"
-    print(f"next: {bench} --cost_table={OUT.value}")
+    bench = ["python", "-m", "launch.bench", "--config=configs/bench.py", *common.flags_of(setup)]
+    print("next:", shlex.join([*bench, "--methods=eager,lookup", f"--cost_table={OUT.value}", "--out=runs/bench"]))
 
 
 def integers(flag: flags.FlagHolder) -> list[int]:

@@ -8,18 +8,14 @@ again goes on where it was stopped. Half of the answers are greedy, half sampled
 otherwise.
 """
 
-import json
 import shlex
-import sys
 from pathlib import Path
 
 from absl import flags
-from tqdm import tqdm
 
 from launch import common
 from specjax.bench import workloads
-from specjax.decode.setup import Setup
-from specjax.telemetry import say, summary_writer
+from specjax.telemetry import progress_bar, say, summary_writer
 from train_drafts import distill
 
 flags.adopt_module_key_flags(common)
@@ -34,7 +30,6 @@ MAX_NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", _WISH.max_new_tokens, "M
 MAX_PROMPT = flags.DEFINE_integer("max_prompt", _WISH.max_prompt, "Longer prompts are left out.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", _WISH.batch_size, "Rows decoded together.")
 SEED = flags.DEFINE_integer("seed", _WISH.seed, "Fixes the sampled answers.")
-LOG_SECONDS = 10  # between two lines of progress where no terminal shows a bar
 
 
 def run() -> None:
@@ -55,7 +50,10 @@ def run() -> None:
     progress = next(steps)
     for reason, count in progress.dropped.items():
         say(f"left out: {count} {reason}")
-    with summary_writer(out / "tensorboard") as writer, bar(progress) as shown:
+    with (
+        summary_writer(out / "tensorboard") as writer,
+        progress_bar("answering", progress.rows, progress.total, "row") as shown,
+    ):
         for progress in steps:
             shown.set_postfix_str(f"{progress.tokens_per_second:.0f} tokens/s", refresh=False)
             shown.update(progress.rows - shown.n)
@@ -64,32 +62,9 @@ def run() -> None:
     report(progress)
     print(f"written: {out}")
     print("see:", shlex.join(["tensorboard", "--logdir", str(out)]))
-    print("next:", shlex.join(next_command(setup, out)))
-
-
-class Lines:
-    """Standard error for a log file: each state of a progress bar becomes a line of its own."""
-
-    def write(self, text: str) -> None:
-        if line := text.strip():
-            say(line)
-
-    def flush(self) -> None:
-        pass
-
-
-def bar(progress: distill.Progress) -> tqdm:
-    """A bar over rows that begins at those of earlier runs: a moving one on a terminal, else a line now and then."""
-    moving = sys.stderr.isatty()
-    return tqdm(
-        total=progress.total,
-        initial=progress.rows,
-        unit="row",
-        smoothing=0.05,
-        file=sys.stderr if moving else Lines(),
-        mininterval=1 if moving else LOG_SECONDS,
-        miniters=1,
-    )
+    train = ["python", "-m", "launch.train", "--config=configs/medusa.py"]
+    same = common.flags_of(setup, "target", "tokenizer", "dtype", "template_args")
+    print("next:", shlex.join([*train, *same, f"--data={out}", "--workdir=runs/medusa"]))
 
 
 def report(progress: distill.Progress) -> None:
@@ -97,16 +72,6 @@ def report(progress: distill.Progress) -> None:
     print(f"{progress.rows} of {progress.prompts} prompts answered, {progress.answer_tokens} tokens ({finishes})")
     for reason, count in progress.dropped.items():
         print(f"  left out: {count} {reason}")
-
-
-def next_command(setup: Setup, out: Path) -> list[str]:
-    """Training on these answers, with what was said here about the target."""
-    asked = {name: getattr(setup, name) for name in ("target", "tokenizer", "dtype", "template_args")}
-    given = {name: value for name, value in asked.items() if value != getattr(Setup(), name)}
-    if "template_args" in given:
-        given["template_args"] = json.dumps(given["template_args"])
-    command = ["python", "-m", "launch.train", "--config=configs/medusa.py"]
-    return [*command, *(f"--{name}={value}" for name, value in given.items()), f"--data={out}", "--workdir=runs/medusa"]
 
 
 if __name__ == "__main__":

@@ -7,14 +7,12 @@
 command again goes on where it was stopped; another configuration needs another --workdir.
 """
 
-import json
 import shlex
 from pathlib import Path
 
 from absl import flags
 
 from launch import common
-from specjax.decode.setup import Setup
 from specjax.telemetry import say
 from train_drafts import loop
 from train_drafts.step import Optimizer
@@ -38,19 +36,9 @@ def run() -> None:
     draft, last = loop.run(engine, task, optimizer, training, Path(DATA.value), workdir, engine.costs)
     print(last.line())
     print(f"written: {workdir / 'draft'} (a tree of {draft.nodes} nodes by default)")
-    print(f"see: tensorboard --logdir {shlex.quote(str(workdir))}")
-    print("next:", shlex.join(next_command(setup, workdir)))
-
-
-def next_command(setup: Setup, workdir: Path) -> list[str]:
-    """A benchmark of the draft, with what was said here about the target."""
-    asked = {name: getattr(setup, name) for name in common.OVERRIDES}
-    given = {name: value for name, value in asked.items() if value != getattr(Setup(), name)}
-    if "template_args" in given:
-        given["template_args"] = json.dumps(given["template_args"])
-    command = ["python", "-m", "launch.bench", "--config=configs/bench.py"]
-    command += [f"--{name}={value}" for name, value in given.items()]
-    return [*command, f"--methods=eager,medusa={workdir}", "--workloads=all", "--out=runs/bench"]
+    print("see:", shlex.join(["tensorboard", "--logdir", str(workdir)]))
+    bench = ["python", "-m", "launch.bench", "--config=configs/bench.py", *common.flags_of(setup)]
+    print("next:", shlex.join([*bench, f"--methods=eager,medusa={workdir}", "--workloads=all", "--out=runs/bench"]))
 
 
 if __name__ == "__main__":

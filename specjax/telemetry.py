@@ -7,11 +7,40 @@ import tempfile
 from pathlib import Path
 
 from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+LOG_SECONDS = 10  # between two lines of progress where there is no terminal
 
 
 def say(line: str) -> None:
     """One line of progress on standard error, so that standard output stays the result."""
     print(line, file=sys.stderr, flush=True)
+
+
+class _Lines:
+    """Standard error for a log file: each state of a progress bar becomes a line of its own."""
+
+    def write(self, text: str) -> None:
+        if line := text.strip():
+            say(line)
+
+    def flush(self) -> None:
+        pass
+
+
+def progress_bar(what: str, done: int, total: int, unit: str) -> tqdm:
+    """A bar that begins at what earlier runs have done: a moving one on a terminal, else a line now and then."""
+    moving = sys.stderr.isatty()
+    return tqdm(
+        desc=what,
+        initial=done,
+        total=total,
+        unit=unit,
+        smoothing=0.05,
+        file=sys.stderr if moving else _Lines(),
+        mininterval=1 if moving else LOG_SECONDS,
+        miniters=1,
+    )
 
 
 def summary_writer(folder: Path, resumed_at: int | None = None) -> SummaryWriter:

@@ -17,10 +17,9 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from tqdm import tqdm
 
 from specjax.decode.target import Target
-from specjax.telemetry import say, write_json
+from specjax.telemetry import progress_bar, say, write_json
 from train_drafts.data import Example
 from train_drafts.packing import Batch, Batches, Plan
 from train_drafts.step import hidden_states, place
@@ -84,18 +83,20 @@ def build(
     features = np.memmap(path, ml_dtypes.bfloat16, "r+", shape=(int(offset[-1]), width))
     batches = Batches(examples, plan)
     forward = jax.jit(lambda leaves, batch: hidden_states(target.module(leaves), batch))
-    for number in tqdm(range(done, len(batches)), "features", initial=done, total=len(batches), unit="batch"):
-        batch = jax.tree.map(lambda x: x[0], batches[number])
-        with jax.set_mesh(target.mesh):
-            hidden = np.asarray(forward(target.leaves, place(target, batch, axis=0)))
-        held = batch.example >= 0
-        start = starts[batch.example]
-        held &= batch.position >= start
-        places = offset[batch.example] + batch.position - start
-        features[places[held]] = hidden[: len(held)][held].astype(ml_dtypes.bfloat16)
-        if (number + 1) % _FLUSH == 0 or number + 1 == len(batches):
-            features.flush()
-            write_json(note, {"identity": dict(identity), "batches": number + 1})
+    with progress_bar("features", done, len(batches), "batch") as bar:
+        for number in range(done, len(batches)):
+            batch = jax.tree.map(lambda x: x[0], batches[number])
+            with jax.set_mesh(target.mesh):
+                hidden = np.asarray(forward(target.leaves, place(target, batch, axis=0)))
+            held = batch.example >= 0
+            start = starts[batch.example]
+            held &= batch.position >= start
+            places = offset[batch.example] + batch.position - start
+            features[places[held]] = hidden[: len(held)][held].astype(ml_dtypes.bfloat16)
+            if (number + 1) % _FLUSH == 0 or number + 1 == len(batches):
+                features.flush()
+                write_json(note, {"identity": dict(identity), "batches": number + 1})
+            bar.update()
     return features
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from tqdm import tqdm
 
 from specjax import methods
 from specjax.checkpoints import Checkpoints
@@ -23,7 +22,7 @@ from specjax.costs import CostTable
 from specjax.decode.engine import Engine
 from specjax.decode.target import Target
 from specjax.loading.drafts import MedusaDraft, save_draft
-from specjax.telemetry import say, summary_writer, write_json
+from specjax.telemetry import progress_bar, say, summary_writer, write_json
 from train_drafts import data, packing
 from train_drafts.evaluate import Evaluation, Evaluator
 from train_drafts.features import FeatureBatches, build, trim
@@ -110,7 +109,7 @@ def run(
         first, start = trainer.begin(checkpoints)
         write_json(workdir / "config.json", {"made_of": made_of, "settings": settings(engine, training)})
         state = first
-        bar = tqdm(desc="training", initial=start, total=steps, unit="step", mininterval=1)
+        bar = progress_bar("training", start, steps, "step")
         with summary_writer(workdir / "tensorboard", start + 1) as writer, bar:
             record = Record(workdir, writer, bar, start, training.log_every, optimizer.schedule(steps))
             for done, state, metrics, batch in trainer.steps(first, batches, start):
@@ -184,7 +183,8 @@ def read(target: Target, training: Training, material: Material, workdir: Path, 
     if not training.features:
         plan = planned(material.train, training.epochs, training.accumulate)
         return FeatureBatches(packing.Batches(material.train, plan)), plan
-    kept = build(workdir / "features", target, material.train, planned(material.train, 1, 1), made_of)
+    text = {name: value for name, value in made_of.items() if not name.startswith(("task.", "optimizer."))}
+    kept = build(workdir / "features", target, material.train, planned(material.train, 1, 1), text)
     spans = trim(material.train)
     plan = planned(spans, training.epochs, training.accumulate)
     return FeatureBatches(packing.Batches(spans, plan), kept, spans), plan
