@@ -1,7 +1,10 @@
 """Medusa heads for a target: what trains, how, and for how long.
 
-python -m launch.distill --prompts=prompts.jsonl --out=data
-python -m launch.train --config=configs/medusa.py --data=data --workdir=runs/medusa
+    python -m launch.distill --prompts=prompts.jsonl --out=data
+    python -m launch.train --config=configs/medusa.py --data=data --workdir=runs/medusa
+
+The values are those that trained SmolLM2-135M-Instruct's heads on two CPU cores (README.md, Figures). Devices that are
+faster than that take more at once: --config.training.tokens_per_batch=16384 and so on.
 """
 
 from ml_collections import ConfigDict
@@ -14,7 +17,7 @@ from train_drafts.tasks import Medusa
 
 
 def get_config():
-    return ConfigDict(
+    config = ConfigDict(
         {
             "setup": smollm2.get_config(),
             "task": from_dataclass(Medusa),
@@ -22,3 +25,9 @@ def get_config():
             "training": from_dataclass(Training),
         }
     )
+    config.task.heads = 3  # the best trees of 8 nodes are no deeper
+    config.task.loss = "kl"
+    config.optimizer.learning_rate = 3e-3
+    config.training.tokens_per_batch = 512
+    config.training.epochs = 4
+    return config

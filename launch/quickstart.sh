@@ -43,7 +43,7 @@ train_heads() {
     say "train 3 of 3: training Medusa heads on these answers; tensorboard --logdir $1/medusa"
     .venv/bin/python -m launch.train --config=configs/medusa.py --data="$1/answers" --workdir="$1/medusa" \
         --cost_table="$1/costs.json" --config.task.draft_vocab=4096 --config.training.features=True \
-        --config.training.tokens_per_batch=2048 --config.training.epochs=8 --config.training.checkpoint_every=20
+        --config.training.checkpoint_every=50
 }
 
 out=runs/quickstart methods=eager,lookup table=()
