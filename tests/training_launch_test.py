@@ -74,7 +74,8 @@ def test_a_work_directory_of_another_run_is_refused_after_the_hint_to_regenerate
 @pytest.mark.slow
 def test_a_run_that_fits_prints_where_things_are_and_what_comes_next(folder):
     small = ("--config.training.max_tokens=16", "--config.training.rows=(16,)", "--config.training.tokens_per_batch=64")
-    more = ("--config.task.draft_vocab=20", "--config.training.new_tokens=4", "--max_context=64")
+    short = ("--config.training.epochs=3", "--config.training.new_tokens=4")
+    more = ("--config.task.draft_vocab=20", "--max_context=64", *short)
     done = launch(folder, "written.jsonl", "my run", *small, *more)
     assert done.returncode == 0, done.stderr
     report, written, see, following = done.stdout.splitlines()
