@@ -20,7 +20,7 @@ from specjax.trees import Path
 from specjax.verify.target_first import TargetFirst
 from train_drafts.data import Example
 from train_drafts.packing import Batches, plan
-from train_drafts.step import hidden_states, place
+from train_drafts.step import hidden_states, in_dtype, place
 
 RANKS, PATHS = 10, 63  # what a draft records of its calibration: ranks of each head, and nodes of the largest tree
 ROUND = 64  # held-out rows are multiples of it, so that they can be taken in chunks
@@ -43,7 +43,7 @@ class HeldOut:
         forward = jax.jit(lambda leaves, batch: hidden_states(target.module(leaves), batch))
 
         def ranks(leaves, params, draft_ids, batch, hidden):
-            heads = nnx.merge(graph, jax.tree.map(lambda x: x.astype(target.dtype), params))
+            heads = in_dtype(graph, params, target.dtype)
             labels, taught = task.labels(batch, draft_ids)
             return task.ranks(heads, target.module(leaves), hidden, labels), taught
 

@@ -98,6 +98,11 @@ def hidden_states(model: Transformer, batch: Batch) -> jax.Array:
     return rms_norm(output.features[0], model.norm[...], model.config.norm_eps)
 
 
+def in_dtype(graph: nnx.GraphDef, params: nnx.State, dtype):
+    """The module around float32 masters, in the type that it runs in."""
+    return nnx.merge(graph, jax.tree.map(lambda x: x.astype(dtype), params))
+
+
 def make_step(task, target: Target, graph: nnx.GraphDef, optimizer: optax.GradientTransformation):
     """The jitted step: (target's leaves, vocabulary, state, batch [A, R, T], hidden) -> (state, Metrics).
 
@@ -119,7 +124,7 @@ def make_step(task, target: Target, graph: nnx.GraphDef, optimizer: optax.Gradie
             hidden = hidden_states(model, batch) if hidden is None else hidden.astype(target.dtype)
 
             def objective(params):
-                heads = nnx.merge(graph, jax.tree.map(lambda x: x.astype(target.dtype), params))
+                heads = in_dtype(graph, params, target.dtype)
                 sums, right = task.loss_sums(heads, model, token_ids, lax.stop_gradient(hidden), labels, taught)
                 return (share * sums).sum(), (sums, right)
 

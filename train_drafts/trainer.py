@@ -19,7 +19,7 @@ class Trainer:
     """One run of `task` over `steps` steps."""
 
     def __init__(self, target: Target, task, material: Material, optimizer: Optimizer, steps: int):
-        self.target, self.task, self._token_ids, self._steps = target, task, material.token_ids, steps
+        self.target, self.task, self._steps = target, task, steps
         transform = optimizer.build(steps)
         self.graph, self._declared = task.declare(target)
         self._update = make_step(task, target, self.graph, transform)
