@@ -102,7 +102,7 @@ def result_table(table: CostTable, target: str) -> Table:
     for batch, context in itertools.product(table.batches, table.contexts):
         for block in table.blocks:
             ms = table.target_ms(block, batch, context)
-            need = [table.break_even(block, batch, context, method) for method in drafts]
+            need = [table.break_even(block, batch, context, table.draft_ms(name, batch, context)) for name in drafts]
             cells = [f"{n:.2f}" if n < block else "-" for n in need]
             shown.add_row(str(batch), str(context), str(block), f"{ms:.1f}", f"{ms / table.floor_ms:.2f}", *cells)
         shown.add_section()

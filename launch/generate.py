@@ -140,7 +140,8 @@ def summary(method: str, result: Result, seconds: float) -> str:
 def predicted(costs: CostTable, method: str, engine: Engine, result: Result) -> str:
     """What the cost table says of a cycle that runs the drafter's whole block in this text's cache bucket."""
     block, slots = engine.drafter.blocks[-1], engine.bucket(result.prompt_tokens + len(result.tokens))
-    need = costs.break_even(block, 1, slots, method if method in costs.drafts else None)
+    draft_ms = costs.draft_ms(method, 1, slots) if method in costs.drafts else 0.0
+    need = costs.break_even(block, 1, slots, draft_ms)
     return f"cost table: a cycle over {block} tokens pays from {need:.2f} tokens on"
 
 

@@ -33,7 +33,7 @@ def run() -> None:
     setup = common.setup(config.setup)
     engine = setup.open()
     say(common.device_line(engine))
-    draft, last = loop.run(engine, task, optimizer, training, Path(DATA.value), workdir, engine.costs)
+    draft, last = loop.run(engine, task, optimizer, training, Path(DATA.value), workdir)
     print(last.line())
     print(f"written: {workdir / 'draft'} (a tree of {draft.nodes} nodes by default)")
     print("see:", shlex.join(["tensorboard", "--logdir", str(workdir)]))

@@ -96,11 +96,10 @@ class CostTable:
         known = self.drafts[method]
         return self._between(lambda batch, context: known[batch, context], batch, context)
 
-    def break_even(self, block: int, batch: int, context: int, method: str | None = None) -> float:
-        """Tokens per cycle at which a draft of `block` tokens is as fast as none (without `method`: a draft that
-        costs nothing). A cycle emits `block` tokens at most, so above `block` it can never pay."""
-        draft = 0.0 if method is None else self.draft_ms(method, batch, context)
-        return (self.target_ms(block, batch, context) + draft) / self.target_ms(1, batch, context)
+    def break_even(self, block: int, batch: int, context: int, draft_ms: float = 0.0) -> float:
+        """Tokens per cycle at which a draft of `block` tokens, made in `draft_ms`, is as fast as none. A cycle emits
+        `block` tokens at most, so above `block` it can never pay."""
+        return (self.target_ms(block, batch, context) + draft_ms) / self.target_ms(1, batch, context)
 
     def ceiling(self, batch: int, context: int) -> float:
         """The speed-up over eager with every token of the best block accepted and a draft that costs nothing."""

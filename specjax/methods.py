@@ -75,23 +75,24 @@ def build(
     return drafter, Typical(drafter.depth) if "typical" in options else TargetFirst(drafter.depth)
 
 
-def fastest_tree(frequency: np.ndarray, costs: CostTable) -> int:
+def fastest_tree(frequency: np.ndarray, costs: CostTable, draft_ms: float | None = None) -> int:
     """Of the best trees as large as the block sizes measured, the nodes, root included, of the one of most tokens per
     second at batch 1 and the smallest context measured; a line says so if even that one is slower than eager.
 
-    frequency [paths]: how often each path is right, the highest first (see `trees.ranked`). Raises ValueError if the
-    table has no block that a tree fits.
+    frequency [paths]: how often each path is right, the highest first (see `trees.ranked`); draft_ms: what a draft
+    takes (None: as the table has it, and nothing if it has none). Raises ValueError if the table has no block that a
+    tree fits.
     """
     context = costs.contexts[0]
-    priced = [method for method in costs.drafts if method.split(":")[0] == "medusa"]
-    draft_ms = costs.draft_ms(priced[0], 1, context) if priced else 0.0
+    if draft_ms is None:
+        priced = [method for method in costs.drafts if method.split(":")[0] == "medusa"]
+        draft_ms = costs.draft_ms(priced[0], 1, context) if priced else 0.0
     sizes = [size for size in costs.blocks if 1 < size <= len(frequency) + 1]
     if not sizes:
         raise ValueError(f"the cost table has no block that a draft tree fits; measure more: {HOW_TO_MEASURE}")
 
     def speedup(nodes: int) -> float:
-        cycle_ms = costs.target_ms(nodes, 1, context) + draft_ms
-        return trees.expected_tokens(frequency[: nodes - 1]) * costs.target_ms(1, 1, context) / cycle_ms
+        return trees.expected_tokens(frequency[: nodes - 1]) / costs.break_even(nodes, 1, context, draft_ms)
 
     best = max(sizes, key=speedup)
     if speedup(best) <= 1:

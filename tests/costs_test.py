@@ -53,7 +53,7 @@ def test_past_the_last_point_costs_never_fall_and_a_single_point_holds_everywher
 
 def test_break_even_by_hand():
     assert table().break_even(8, 1, 512) == pytest.approx(80 / 40)
-    assert table().break_even(8, 1, 512, "lookup") == pytest.approx(82 / 40)
+    assert table().break_even(8, 1, 512, table().draft_ms("lookup", 1, 512)) == pytest.approx(82 / 40)
     assert table().ceiling(1, 512) == pytest.approx(8 / 2)
     assert table().floor_ms == pytest.approx(40.0)
 
@@ -67,7 +67,7 @@ def test_batch_above_which_no_draft_pays():
 
 def test_unmeasured_draft_and_holes_in_the_grid_are_refused():
     with pytest.raises(ValueError, match="no draft of 'medusa'.*--methods=medusa"):
-        table().break_even(8, 1, 512, "medusa")
+        table().draft_ms("medusa", 1, 512)
     with pytest.raises(ValueError, match="every block at every batch size"):
         table(passes={point: ms for point, ms in PASSES.items() if point != (4, 512, 8)})
 

@@ -92,7 +92,7 @@ def test_batches_carry_the_hidden_states_of_their_own_tokens(whole):
 
 def test_a_run_keeps_all_of_them_whatever_it_accumulates(whole, tmp_path):
     training = Training(max_tokens=32, rows=(32,), tokens_per_batch=32, accumulate=2, epochs=2, features=True)
-    source, plan = loop.read(target(), training, Material(EXAMPLES, [], None, None, None, ""), tmp_path, IDENTITY)
+    source, plan = loop.read(target(), training, Material(EXAMPLES, [], None, None, ""), tmp_path, IDENTITY)
     assert len(source) == len(plan.steps) and plan.steps[-1].epoch == 1 and source[0][1].shape[0] == 2
     stored = np.fromfile(tmp_path / "features" / "features.bin", ml_dtypes.bfloat16)
     np.testing.assert_array_equal(stored.reshape(whole[0].shape), whole[0])

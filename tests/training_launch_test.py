@@ -15,7 +15,7 @@ from scripted import save_target
 
 from specjax import Engine, load_target
 from train_drafts import loop
-from train_drafts.data import Example, Report
+from train_drafts.data import Example
 from train_drafts.material import Material
 from train_drafts.step import Optimizer
 from train_drafts.tasks import Medusa
@@ -95,8 +95,7 @@ def test_a_step_with_its_input_costs_what_a_step_on_a_fixed_batch_costs(tmp_path
     answers = [Example(rng.integers(0, 4096, 128, dtype=np.int32), np.arange(128) > 20, "") for _ in range(40)]
     ids = np.arange(1024, dtype=np.int32)
     inverse = np.where(np.arange(target.config.vocab_size) < 1024, np.arange(target.config.vocab_size), -1)
-    report = Report(40, 40, {}, 0, 0, 0, {}, False)
-    material = Material(answers, answers[:1], ids, inverse.astype(np.int32), report, "noise")
+    material = Material(answers, answers[:1], ids, inverse.astype(np.int32), "noise")
     training = loop.Training(max_tokens=128, rows=(128,), tokens_per_batch=256)
     batches, _ = loop.read(Engine(target).target, training, material, tmp_path, {})
     trainer = Trainer(target, Medusa(heads=2, draft_vocab=1024), material, Optimizer(), len(batches))

@@ -10,7 +10,7 @@ from scripted import prompts, target
 
 from specjax import Engine, Sampling, trees
 from train_drafts import evaluate, loop
-from train_drafts.data import Example, Report
+from train_drafts.data import Example
 from train_drafts.evaluate import Evaluation, Evaluator
 from train_drafts.loop import Training
 from train_drafts.material import Material
@@ -45,8 +45,7 @@ def learnt(tmp_path_factory) -> Learnt:
         for ask, answer in zip(asked, answers)
     ]
     everything = np.arange(97, dtype=np.int32)
-    report = Report(8, 8, {}, 0, 0, 0, {}, False)
-    material = Material(examples, examples, everything, everything, report, "learnt by heart")
+    material = Material(examples, examples, everything, everything, "learnt by heart")
     training = Training(
         max_tokens=32, rows=(32,), tokens_per_batch=256, epochs=150, log_every=100, checkpoint_every=1000,
         prompts=8, new_tokens=NEW,

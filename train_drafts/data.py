@@ -9,17 +9,15 @@ A conversation is masked by comparing renderings of the chat template, never by 
 """
 
 import collections
-import gzip
 import hashlib
-import json
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from specjax.loading.rows import read as read_rows
 from specjax.loading.tokenizer import Tokenizer
 
 Masked = tuple[np.ndarray, np.ndarray]  # ids int32 [T] and mask bool [T]
@@ -331,32 +329,4 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if not files:
         raise FileNotFoundError(f"{path} has no shards/*.jsonl; give a file, or a folder that launch.distill wrote")
     for file in files:
-        try:
-            for where, row in _values(file):
-                if not isinstance(row, dict):
-                    raise ValueError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
-                yield where, row
-        except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} cannot be read as UTF-8 text ({error}); download it again") from error
-
-
-def _values(file: Path) -> Iterator[tuple[str, Any]]:
-    """The place and the JSON value of every line that is not blank, or of every element of a .json file's array."""
-    opener: Callable[..., Any] = gzip.open if file.suffix == ".gz" else open
-    with opener(file, "rt", encoding="utf-8-sig") as lines:  # -sig: some editors write a byte-order mark
-        if file.name.removesuffix(".gz").endswith(".json"):
-            array = _parse(lines.read(), f"{file}:1")
-            if not isinstance(array, list):
-                raise ValueError(f"{file}:1: a .json file must hold an array; name one object a line .jsonl")
-            yield from ((f"{file}:{number}", row) for number, row in enumerate(array, start=1))
-        else:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield f"{file}:{number}", _parse(line, f"{file}:{number}")
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error}); correct or remove it") from None
+        yield from read_rows(file)

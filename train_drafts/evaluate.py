@@ -1,8 +1,7 @@
 """How good a draft is: the ranks of the right tokens on held-out text, and tokens per cycle on the served path."""
 
 import dataclasses
-import functools
-import operator
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,10 @@ import numpy as np
 from flax import nnx
 
 from specjax import trees
-from specjax.decode.engine import Engine
+from specjax.bench.loops import onset
+from specjax.bench.passes import draft_job
+from specjax.bench.timing import pooled
+from specjax.decode.engine import Engine, spread
 from specjax.decode.request import GenerationStats, Sampling
 from specjax.decode.target import Target
 from specjax.drafters.medusa import from_draft
@@ -20,11 +22,12 @@ from specjax.trees import Path
 from specjax.verify.target_first import TargetFirst
 from train_drafts.data import Example
 from train_drafts.packing import Batches, plan
-from train_drafts.step import hidden_states, in_dtype, place
+from train_drafts.step import in_dtype, packed_pass, place
 
 RANKS, PATHS = 10, 63  # what a draft records of its calibration: ranks of each head, and nodes of the largest tree
 ROUND = 64  # held-out rows are multiples of it, so that they can be taken in chunks
 LONGEST = 512  # tokens of a prompt that is served in an evaluation
+TIMINGS = 9  # of a draft
 SHAPES: dict[str, tuple[Path, ...]] = {  # fixed, so that curves compare and nothing compiles again during training
     "chain": ((0,), (0, 0), (0, 0, 0)),
     "tree": ((0,), (1,), (0, 0), (2,), (0, 1), (1, 0), (0, 0, 0)),
@@ -40,7 +43,7 @@ class HeldOut:
         ladder = sorted({min(512, longest), longest})
         single = plan(lengths, tokens_per_batch=1, ladder=ladder, seed=0, epochs=1, row_multiple=1)
         batches = Batches(examples, single)
-        forward = jax.jit(lambda leaves, batch: hidden_states(target.module(leaves), batch))
+        forward = packed_pass(target)
 
         def ranks(leaves, params, draft_ids, batch, hidden):
             heads = in_dtype(graph, params, target.dtype)
@@ -49,9 +52,9 @@ class HeldOut:
 
         self._target, self._draft_ids, self._ranks, self._held = target, draft_ids, jax.jit(ranks), []
         for number in range(len(batches)):
+            batch = jax.tree.map(lambda x: x[0], batches[number])
             with jax.set_mesh(target.mesh):
-                batch = place(target, jax.tree.map(lambda x: x[0], batches[number]), axis=0)
-                self._held.append((batch, forward(target.leaves, batch)))
+                self._held.append((place(target, batch, axis=0), forward(batch)))
 
     def ranks(self, params: nnx.State) -> np.ndarray:
         """Rank of the right token under each head wherever the first head is taught: [n, heads]; a number beyond any
@@ -72,10 +75,13 @@ def accuracy(ranks: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What the served decode path did: counts over all prompts, and the texts."""
+    """What the served decode path did: counts over all prompts, those before a text begins to repeat itself, and the
+    texts. `speedup`: over eager at batch 1, predicted from the counts and the cost table (None: there is no table)."""
 
     stats: GenerationStats
+    before_loop: GenerationStats
     texts: list[str]
+    speedup: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +97,15 @@ class Evaluation:
     served: dict[str, Served]
 
     def as_json(self) -> dict[str, Any]:
+        each = self.served.items()
         return {
             "step": self.step,
             "tokens": self.tokens,
             "accuracy": self.accuracy[:, 0].tolist(),
-            "tokens_per_cycle": {name: served.stats.tokens_per_cycle for name, served in self.served.items()},
-            "acceptance_by_depth": {name: served.stats.acceptance_by_depth for name, served in self.served.items()},
+            "tokens_per_cycle": {name: served.stats.tokens_per_cycle for name, served in each},
+            "tokens_per_cycle_before_loop": {name: served.before_loop.tokens_per_cycle for name, served in each},
+            "acceptance_by_depth": {name: served.stats.acceptance_by_depth for name, served in each},
+            "predicted_speedup": {name: served.speedup for name, served in each},
         }
 
     def line(self) -> str:
@@ -114,13 +123,13 @@ class Evaluator:
     """
 
     def __init__(self, engine: Engine, trainer, material, prompts: int, new_tokens: int):
-        self._engine, self._trainer, self._material = engine, trainer, material
+        self.engine, self._trainer, self._material = engine, trainer, material
         self._held = HeldOut(trainer.task, engine.target, trainer.graph, material.held, trainer.vocabulary[1])
         asked = (example.ids[: int(np.argmax(example.mask))].tolist() for example in material.held)
         self._prompts = [ids for ids in asked if 0 < len(ids) <= LONGEST and len(ids) < engine.max_context][:prompts]
         if not self._prompts:
             raise ValueError(f"no held-out prompt has {LONGEST} tokens or fewer; give data with shorter prompts too")
-        self._new_tokens, self._engines = new_tokens, {}
+        self._new_tokens, self._engines, self._draft_ms = new_tokens, {}, None
 
     def __call__(self, params: nnx.State, step: int, tokens: int) -> Evaluation:
         """Evaluate `params` after `step` steps on `tokens` supervised tokens."""
@@ -130,14 +139,13 @@ class Evaluator:
             paths, frequency = trees.chain(1), np.zeros(1)
         draft, served = self.draft(params), {}
         for name, shape in SHAPES.items():
-            fitting = tuple(path for path in shape if len(path) <= len(ranks[0]))
             for temperature in (0.0, 1.0):
-                served[f"{name}_T{temperature:g}"] = self._serve(draft, fitting, temperature)
+                served[f"{name}_T{temperature:g}"] = self._serve(draft, shape, temperature)
         return Evaluation(step, int(tokens), accuracy(ranks), paths, frequency, served)
 
     def draft(self, params: nnx.State) -> MedusaDraft:
         """The draft of `params`, not calibrated."""
-        engine, target = self._engine, self._engine.target
+        engine, target = self.engine, self.engine.target
         about = {
             "target": {
                 "name": target.name,
@@ -151,13 +159,42 @@ class Evaluator:
         }
         return self._trainer.task.export(params, self._material.token_ids, about)
 
+    def draft_ms(self, draft: MedusaDraft) -> float:
+        """Milliseconds that one draft takes for one row, measured the first time it is asked."""
+        if self._draft_ms is None:
+            largest = max(SHAPES.values(), key=len)
+            job = draft_job(self._serving(draft, largest), 1, self.engine.buckets[0])
+            job.seconds()
+            self._draft_ms = 1e3 * statistics.median(job.seconds() for _ in range(TIMINGS))
+        return self._draft_ms
+
+    def _serving(self, draft: MedusaDraft, shape: tuple[Path, ...]) -> Engine:
+        """The engine that serves `draft` in that shape, as far as its heads reach."""
+        fitting = tuple(path for path in shape if len(path) <= len(draft.weight))
+        drafter = from_draft(draft, fitting, self.engine.target)
+        if fitting not in self._engines:
+            self._engines[fitting] = self.engine.with_method((drafter, TargetFirst(drafter.depth)))
+        self._engines[fitting].replace_drafter(drafter)
+        return self._engines[fitting]
+
     def _serve(self, draft: MedusaDraft, shape: tuple[Path, ...], temperature: float) -> Served:
-        drafter = from_draft(draft, shape, self._engine.target)
-        if shape not in self._engines:
-            self._engines[shape] = self._engine.with_method((drafter, TargetFirst(drafter.depth)))
-        engine = self._engines[shape]
-        engine.replace_drafter(drafter)
-        wish = Sampling(max_new_tokens=self._new_tokens, temperature=temperature)
-        results = engine.generate(self._prompts, wish, batch_size=len(self._prompts))
-        stats = functools.reduce(operator.add, (result.stats for result in results))
-        return Served(stats, [result.text for result in results])
+        engine, together = self._serving(draft, shape), len(self._prompts)
+        wishes = spread(Sampling(max_new_tokens=self._new_tokens, temperature=temperature), together)
+        results = engine.generate(self._prompts, wishes, batch_size=together)
+        stats = before = pooled([result.stats for result in results])
+        onsets = [onset(result.tokens) for result in results]
+        if any(spot is not None for spot in onsets):  # the same seeds write the same texts
+            shorter = [
+                wish if spot is None else dataclasses.replace(wish, max_new_tokens=max(spot, 1))
+                for wish, spot in zip(wishes, onsets, strict=True)
+            ]
+            cut = engine.generate(self._prompts, shorter, batch_size=together)
+            before = pooled([result.stats for result in cut])
+        return Served(stats, before, [result.text for result in results], self._speedup(draft, engine, stats))
+
+    def _speedup(self, draft: MedusaDraft, engine: Engine, stats: GenerationStats) -> float | None:
+        costs = self.engine.costs
+        if costs is None:
+            return None
+        block = engine.drafter.blocks[-1]
+        return stats.tokens_per_cycle / costs.break_even(block, 1, costs.contexts[0], self.draft_ms(draft))

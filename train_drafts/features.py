@@ -22,7 +22,7 @@ from specjax.decode.target import Target
 from specjax.telemetry import progress_bar, say, write_json
 from train_drafts.data import Example
 from train_drafts.packing import Batch, Batches, Plan
-from train_drafts.step import hidden_states, place
+from train_drafts.step import packed_pass
 
 _FLUSH = 16  # batches between two notes of how far it has come
 
@@ -82,12 +82,11 @@ def build(
         _reserve(path, size)
     features = np.memmap(path, ml_dtypes.bfloat16, "r+", shape=(int(offset[-1]), width))
     batches = Batches(examples, plan)
-    forward = jax.jit(lambda leaves, batch: hidden_states(target.module(leaves), batch))
+    forward = packed_pass(target)
     with progress_bar("features", done, len(batches), "batch") as bar:
         for number in range(done, len(batches)):
             batch = jax.tree.map(lambda x: x[0], batches[number])
-            with jax.set_mesh(target.mesh):
-                hidden = np.asarray(forward(target.leaves, place(target, batch, axis=0)))
+            hidden = np.asarray(forward(batch))
             held = batch.example >= 0
             start = starts[batch.example]
             held &= batch.position >= start

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 
 from specjax import methods
 from specjax.checkpoints import Checkpoints
-from specjax.costs import CostTable
 from specjax.decode.engine import Engine
 from specjax.decode.target import Target
 from specjax.loading.drafts import MedusaDraft, save_draft
@@ -82,12 +82,11 @@ def run(
     training: Training,
     path: Path,
     workdir: Path,
-    costs: CostTable | None = None,
 ) -> tuple[MedusaDraft, Evaluation]:
     """Train `task` for the engine's target on the text in `path`: the draft, also in workdir/draft, and how it serves.
 
-    `costs` chooses the draft's default tree. Raises ValueError or OSError in one sentence, for instance if `workdir`
-    holds a run of another configuration.
+    The engine's cost table, where it has one, chooses the draft's default tree. Raises ValueError or OSError in one
+    sentence, for instance if `workdir` holds a run of another configuration.
     """
     material = prepare(
         engine,
@@ -121,7 +120,7 @@ def run(
                     record.evaluation(evaluator(state.params, done, seen[done]))
             last = evaluator(state.params, steps, seen[steps])
             record.evaluation(last)
-    draft = finished(evaluator.draft(state.params), last, training, costs)
+    draft = finished(evaluator, state.params, last, training.nodes)
     save_draft(workdir / "draft", draft)
     return draft, last
 
@@ -190,13 +189,15 @@ def read(target: Target, training: Training, material: Material, workdir: Path, 
     return FeatureBatches(packing.Batches(spans, plan), kept, spans), plan
 
 
-def finished(draft: MedusaDraft, last: Evaluation, training: Training, costs: CostTable | None) -> MedusaDraft:
-    """The draft with what its calibration measured and the tree that is used by default."""
-    nodes = min(training.nodes, len(last.paths) + 1)
+def finished(evaluator: Evaluator, params: nnx.State, last: Evaluation, nodes: int) -> MedusaDraft:
+    """The draft with what its calibration measured and the tree that is used by default: the fastest by the engine's
+    cost table, else one of `nodes` nodes."""
+    draft, costs = evaluator.draft(params), evaluator.engine.costs
+    nodes = min(nodes, len(last.paths) + 1)
     if costs is None:
         say(f"default tree: {nodes} nodes; with --cost_table=FILE, which launch.costs writes, it is the fastest here")
     else:
-        nodes = methods.fastest_tree(last.frequency, costs)
+        nodes = methods.fastest_tree(last.frequency, costs, evaluator.draft_ms(draft))
         say(f"default tree: {nodes} nodes, the fastest by the cost table")
     return dataclasses.replace(
         draft,

@@ -13,13 +13,12 @@ from train_drafts import data, packing
 @dataclasses.dataclass(frozen=True)
 class Material:
     """Examples to train on and those held out. token_ids [V_d]: the draft's vocabulary, draft_ids [V]: the way back
-    from the target's (-1: none); both None where the draft uses the target's. `report`: what was read and dropped."""
+    from the target's (-1: none); both None where the draft uses the target's."""
 
     train: list[data.Example]
     held: list[data.Example]
     token_ids: np.ndarray | None
     draft_ids: np.ndarray | None
-    report: data.Report
     fingerprint: str
 
 
@@ -44,4 +43,4 @@ def prepare(engine: Engine, path: Path, *, max_tokens: int, holdout: int, seed: 
         draft_ids[token_ids] = np.arange(draft_vocab)
         share = data.coverage(held, token_ids)
         say(f"draft vocabulary: {draft_vocab:,} of {vocab:,} tokens, which cover {share:.1%} of the answers held out")
-    return Material(train, held, token_ids, draft_ids, report, data.fingerprint(examples))
+    return Material(train, held, token_ids, draft_ids, data.fingerprint(examples))

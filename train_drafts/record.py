@@ -73,6 +73,10 @@ class Record:
             self._writer.add_scalar(f"held_out/accuracy/head_{head}", ranks[0], step)
         for name, served in evaluation.served.items():
             self._writer.add_scalar(f"held_out/tokens_per_cycle/{name}", served.stats.tokens_per_cycle, step)
+            before = served.before_loop.tokens_per_cycle
+            self._writer.add_scalar(f"held_out/tokens_per_cycle_before_loop/{name}", before, step)
+            if served.speedup is not None:
+                self._writer.add_scalar(f"held_out/predicted_speedup/{name}", served.speedup, step)
             self._writer.add_text(f"served/{name}", served.texts[0], step)
             for depth, share in enumerate(served.stats.acceptance_by_depth, start=1):
                 self._writer.add_scalar(f"held_out/acceptance/{name}/depth_{depth}", share, step)

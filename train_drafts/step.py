@@ -1,6 +1,7 @@
 """One optimiser step for any task: frozen target -> hidden states -> loss and gradient -> update; state donated."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +97,17 @@ def hidden_states(model: Transformer, batch: Batch) -> jax.Array:
     first = jnp.zeros_like(batch.tokens[:, :1])
     output = model(batch.tokens, batch.position, nothing, sees, at=first, taps=(model.config.layers,))
     return rms_norm(output.features[0], model.norm[...], model.config.norm_eps)
+
+
+def packed_pass(target: Target) -> Callable[[Batch], jax.Array]:
+    """`hidden_states` of one packed batch of host arrays [R, T], compiled once for each shape."""
+    program = jax.jit(lambda leaves, batch: hidden_states(target.module(leaves), batch))
+
+    def run(batch: Batch) -> jax.Array:
+        with jax.set_mesh(target.mesh):
+            return program(target.leaves, place(target, batch, axis=0))
+
+    return run
 
 
 def in_dtype(graph: nnx.GraphDef, params: nnx.State, dtype):

@@ -87,17 +87,25 @@ class Medusa:
         costs time, not memory.
         """
         measure = rowwise(summed(losses.LOSSES[self.loss]))
-        chunk = self._chunk(*hidden.shape[:2], self.draft_vocab or target.config.vocab_size)
+        size = self.draft_vocab or target.config.vocab_size
+        lm_head = heads.lm_head[...] if self.draft_vocab else target.head
+        chunk = self._chunk(*hidden.shape[:2], size)
         beyond = jnp.pad(hidden, ((0, 0), (0, self.heads), (0, 0)))
 
         def part(totals, start):
             def cut(x, more=0):
                 return lax.dynamic_slice_in_dim(x, start, chunk + more, axis=1)
 
-            guesses = self.guesses(heads, target, cut(hidden))
-            teacher = None if self.loss == "ce" else self._teacher(target, token_ids, cut(beyond, self.heads))
-            sums = measure(guesses, teacher, cut(labels), cut(taught))
-            return tuple(total + rows.sum(0) for total, rows in zip(totals, sums)), None
+            # Head by head: stacking the teacher's laws, each a place further on, would cost as much as a product.
+            states, laws = heads(cut(hidden)), None
+            if self.loss != "ce":
+                laws = self._laws(target, token_ids, cut(beyond, self.heads))
+            sums = []
+            for head in range(self.heads):
+                guesses = vocabulary_logits(lm_head, states[:, :, head], size)
+                teacher = None if laws is None else laws[:, 1 + head : 1 + head + chunk]
+                sums.append(measure(guesses, teacher, cut(labels)[..., head], cut(taught)[..., head]))
+            return tuple(total + jnp.stack(rows).sum(1) for total, rows in zip(totals, zip(*sums))), None
 
         nothing = (jnp.zeros(self.heads), jnp.zeros(self.heads))
         if chunk == hidden.shape[1]:
@@ -126,13 +134,10 @@ class Medusa:
         lm_head = heads.lm_head[...] if self.draft_vocab else target.head
         return heads.logits(heads(hidden), lm_head, self.draft_vocab or target.config.vocab_size)
 
-    def _teacher(self, target, token_ids, ahead: jax.Array) -> jax.Array:
-        """The target's logits over the draft's tokens where each head's token is drawn: ahead [R, T + heads, D] ->
-        [R, T, heads, V']."""
+    def _laws(self, target, token_ids, hidden: jax.Array) -> jax.Array:
+        """The target's own logits over the draft's tokens at hidden [R, T, D]: [R, T, V']."""
         lm_head = target.head if token_ids is None else self._draft_rows(target.head, token_ids)
-        logits = vocabulary_logits(lm_head, ahead, self.draft_vocab or target.config.vocab_size)
-        tokens = ahead.shape[1] - self.heads
-        return jnp.stack([logits[:, 1 + head : 1 + head + tokens] for head in range(self.heads)], axis=2)
+        return vocabulary_logits(lm_head, hidden, self.draft_vocab or target.config.vocab_size)
 
     def coefficients(self) -> np.ndarray:
         """Each head's share of the loss [heads]."""

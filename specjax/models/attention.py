@@ -11,12 +11,14 @@ Both halves share one softmax: their maxima and sums are merged exactly.
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from specjax.models.config import ModelConfig
 from specjax.models.layers import parameter, precision, project, rms_norm, rotate
 from specjax.sharding import padded, spec
 
 MASKED = -1e30
+FEW_QUERIES = 8  # up to so many queries a key head, CPUs are faster with the keys as the left operand
 
 
 def attend(q, k, v, cache_k, cache_v, length, positions, block_positions, mask, window=None) -> jax.Array:
@@ -34,9 +36,17 @@ def attend(q, k, v, cache_k, cache_v, length, positions, block_positions, mask, 
         seen &= slots > positions[..., None] - window
         mask = mask & (block_positions[:, None] > positions[..., None] - window)
 
+    def keys_first(queries, keys):
+        found = jnp.einsum("bksh,bkqh->bksq", keys, queries, **wide)
+        return jnp.swapaxes(lax.optimization_barrier(found), 2, 3)  # as in `project`, which says why the barrier
+
+    def plain(queries, keys):
+        return jnp.einsum("bkqh,bksh->bkqs", queries, keys, **wide)
+
     def scores(keys, allowed):
-        found = jnp.einsum("bkqh,bksh->bkqs", queries, keys, **wide).reshape(batch, groups, per_group, nodes, -1)
-        return jnp.where(allowed[:, None, None], found, MASKED)
+        on_cpu = keys_first if per_group * nodes <= FEW_QUERIES else plain
+        found = lax.platform_dependent(queries, keys, cpu=on_cpu, default=plain)
+        return jnp.where(allowed[:, None, None], found.reshape(batch, groups, per_group, nodes, -1), MASKED)
 
     def weighted(weights, values):
         weights = weights.astype(values.dtype).reshape(batch, groups, per_group * nodes, -1)

@@ -3,13 +3,12 @@
 import collections
 import dataclasses
 import difflib
-import gzip
 import importlib.resources
-import json
 import pathlib
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
+
+from specjax.loading.rows import read as read_rows
 
 Turns = tuple[str, ...]
 Messages = tuple[dict[str, str], ...]
@@ -55,8 +54,9 @@ def load(names_or_file: str, limit: int | None = None) -> list[Prompt]:
         limit: prompts to keep for each task, in the order of the file; None keeps all.
 
     Raises:
-        ValueError: for an unknown workload, a file that is missing, unreadable or empty, or a row that does
-            not parse, matches no layout, or has a prompt that is blank or not a string.
+        FileNotFoundError: if there is no such file.
+        ValueError: for an unknown workload, a file that is unreadable or empty, or a row that does not parse,
+            matches no layout, or has a prompt that is blank or not a string.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1 prompt for each task, got {limit}.")
@@ -101,9 +101,8 @@ def _load_packaged(name: str) -> list[Prompt]:
 def _load_file(path: pathlib.Path) -> list[Prompt]:
     """Read a whole prompt file; raises ValueError, which names the row, as `load` does."""
     inner = pathlib.Path(path.name.removesuffix(".gz"))
-    rows = _json_rows if inner.suffix == ".json" else _jsonl_rows
     prompts = []
-    for where, row in rows(_read_text(path), path):
+    for where, row in read_rows(path):
         try:
             prompts.append(_parse_row(row, inner.stem, len(prompts)))
         except ValueError as error:
@@ -113,49 +112,8 @@ def _load_file(path: pathlib.Path) -> list[Prompt]:
     return prompts
 
 
-def _read_text(path: pathlib.Path) -> str:
-    """Return the text of a plain or gzipped file; raises ValueError if it is missing or unreadable."""
-    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
-    try:
-        with opener(path, "rt", encoding="utf-8-sig") as handle:  # -sig: some editors write a byte-order mark
-            return handle.read()
-    except FileNotFoundError:
-        raise ValueError(f"prompt file {path} does not exist; check the path.") from None
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(f"prompt file {path} cannot be read as UTF-8 text: {error}.") from error
-
-
-def _jsonl_rows(text: str, path: pathlib.Path) -> Iterator[tuple[str, Any]]:
-    """Yield the place and the value of each line that is not blank; raises ValueError if one is not JSON."""
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() would break strings at U+2028
-        if line.strip():
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{where}: not JSON: {error.msg} at column {error.colno}.") from None
-            yield where, row
-
-
-def _json_rows(text: str, path: pathlib.Path) -> Iterator[tuple[str, Any]]:
-    """Yield the place and the value of each element of a JSON array; raises ValueError if it is no array."""
-    try:
-        rows = json.loads(text) if text.strip() else []
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}:{error.lineno}: not JSON: {error.msg} at column {error.colno}; a file with one object a "
-            "line needs a name that ends in .jsonl."
-        ) from None
-    if not isinstance(rows, list):
-        raise ValueError(f"{path}:1: a .json file must hold an array of rows, got {type(rows).__name__}.")
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}: row {number}", row
-
-
-def _parse_row(row: Any, stem: str, number: int) -> Prompt:
+def _parse_row(row: dict[str, Any], stem: str, number: int) -> Prompt:
     """Turn a row into a Prompt by the first layout whose key it has; raises ValueError if there is none."""
-    if not isinstance(row, dict):
-        raise ValueError(f"a row must be a JSON object, got {type(row).__name__}.")
     for key, read in _LAYOUTS.items():
         if key in row:
             turns, history = read(row)
