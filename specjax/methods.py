@@ -3,6 +3,10 @@
 medusa:treeN      the best tree of N nodes, root included, by the path frequencies that the draft was calibrated with
 medusa:chainN     N nodes in a row, root included
 medusa:typical    typical acceptance: more tokens per cycle, but not the target's law
+eagle:treeN       the N most probable nodes, root included, of a tree that grows at most `depth` deep ...
+eagle:depthN      (5) ... from
+eagle:widthN      (4) guesses at each level, and that many guesses after each
+eagle:chainN      N nodes in a row, root included
 """
 
 import difflib
@@ -14,11 +18,14 @@ import numpy as np
 
 from specjax import trees
 from specjax.costs import HOW_TO_MEASURE, CostTable
+from specjax.drafters import eagle, medusa
 from specjax.drafters.base import Drafter
 from specjax.drafters.eager import Eager
+from specjax.drafters.eagle import Eagle
 from specjax.drafters.lookup import Lookup
-from specjax.drafters.medusa import Medusa, from_draft
+from specjax.drafters.medusa import Medusa
 from specjax.loading.drafts import MedusaDraft, check_draft, load_draft
+from specjax.loading.eagle import EagleDraft, load_eagle
 from specjax.telemetry import say
 from specjax.trees import Path
 from specjax.verify.base import Verifier
@@ -26,8 +33,14 @@ from specjax.verify.target_first import TargetFirst
 from specjax.verify.typical import Typical
 
 UNTRAINED = {"eager": Eager, "lookup": Lookup}
-OPTIONS = {"eager": (), "lookup": (), "medusa": ("treeN", "chainN", "typical")}
-SHAPE = re.compile(r"(tree|chain)(\d+)")
+OPTIONS = {
+    "eager": (),
+    "lookup": (),
+    "medusa": ("treeN", "chainN", "typical"),
+    "eagle": ("treeN", "chainN", "depthN", "widthN"),
+}
+NUMBERED = re.compile(r"(tree|chain|depth|width)(\d+)")
+EAGLE_NODES, EAGLE_DEPTH, EAGLE_WIDTH = 16, 5, 4
 
 
 def check(name: str, draft: str | None = None) -> None:
@@ -38,13 +51,14 @@ def check(name: str, draft: str | None = None) -> None:
         hint = f"did you mean {near[0]!r}" if near else f"choose one of {', '.join(OPTIONS)}"
         raise ValueError(f"method {kind!r} is unknown; {hint}")
     for option in options:
-        shape = SHAPE.fullmatch(option)
-        if (f"{shape[1]}N" if shape else option) not in OPTIONS[kind]:
+        number = NUMBERED.fullmatch(option)
+        if (f"{number[1]}N" if number else option) not in OPTIONS[kind]:
             takes = f"it takes {', '.join(OPTIONS[kind])}" if OPTIONS[kind] else "it takes none"
             raise ValueError(f"method {kind!r} has no option {option!r}; {takes}")
-        if shape and int(shape[2]) < 2:
-            raise ValueError(f"{option!r} of {name!r} leaves no node for a draft token; give 2 nodes or more")
-    if len(set(options)) < len(options) or sum(map(bool, map(SHAPE.fullmatch, options))) > 1:
+        if number and int(number[2]) < (2 if number[1] in ("tree", "chain") else 1):
+            raise ValueError(f"{option!r} of {name!r} leaves no node for a draft token; give more")
+    given = [option.rstrip("0123456789") for option in options]
+    if len(set(given)) < len(given) or ("chain" in given and set(given) & {"tree", "depth", "width"}):
         raise ValueError(f"method {name!r} names a tree or an option twice; give each once")
     if kind in UNTRAINED and draft is not None:
         raise ValueError(f"method {name!r} needs no trained draft, but {draft!r} was given; leave it out")
@@ -71,7 +85,8 @@ def build(
     if kind in UNTRAINED:
         drafter = UNTRAINED[kind]()
     else:
-        drafter = _medusa(options, target, draft, costs, template_args)
+        build_drafter = {"medusa": _medusa, "eagle": _eagle}[kind]
+        drafter = build_drafter(options, target, draft, costs, template_args)
     return drafter, Typical(drafter.depth) if "typical" in options else TargetFirst(drafter.depth)
 
 
@@ -102,6 +117,24 @@ def fastest_tree(frequency: np.ndarray, costs: CostTable, draft_ms: float | None
 
 def _medusa(options: list[str], target, folder: str, costs: CostTable | None, template_args) -> Medusa:
     draft = load_draft(folder)
+    _check(draft, target, template_args)
+    return medusa.from_draft(draft, _paths(options, draft, costs), target)
+
+
+def _eagle(options: list[str], target, folder: str, costs: CostTable | None, template_args) -> Eagle:
+    draft = load_eagle(folder)
+    _check(draft, target, template_args)
+    given = {found[1]: int(found[2]) for found in map(NUMBERED.fullmatch, options)}
+    if "chain" in given:
+        nodes, depth, width = given["chain"], given["chain"] - 1, 1
+    else:
+        nodes = given.get("tree", EAGLE_NODES)
+        depth, width = (min(size, nodes - 1) for size in (EAGLE_DEPTH, EAGLE_WIDTH))
+        depth, width = given.get("depth", depth), given.get("width", width)
+    return eagle.from_draft(draft, target, nodes=nodes, depth=depth, width=width)
+
+
+def _check(draft: MedusaDraft | EagleDraft, target, template_args) -> None:
     check_draft(
         draft,
         name=target.name,
@@ -111,12 +144,11 @@ def _medusa(options: list[str], target, folder: str, costs: CostTable | None, te
         tokenizer=target.tokenizer.fingerprint,
         template_args=dict(template_args or {}),
     )
-    return from_draft(draft, _paths(options, draft, costs), target)
 
 
 def _paths(options: list[str], draft: MedusaDraft, costs: CostTable | None) -> tuple[Path, ...]:
     """The tree that the options name, else the fastest by the cost table, else the draft's own."""
-    for shape in filter(None, map(SHAPE.fullmatch, options)):
+    for shape in filter(None, map(NUMBERED.fullmatch, options)):
         nodes = int(shape[2])
         if shape[1] == "chain":
             return trees.chain(nodes - 1)

@@ -72,6 +72,15 @@ def static(parents: np.ndarray, valid: jax.Array) -> Tree:
     )
 
 
+def grown(parent: jax.Array, depth: jax.Array, deepest: int) -> Tree:
+    """A tree of any shape per row, all of it valid: parent, depth [B, T], no node deeper than `deepest`."""
+    nodes = parent.shape[1]
+    mask = jnp.broadcast_to(jnp.eye(nodes, dtype=bool), (*parent.shape, nodes))
+    for _ in range(deepest):
+        mask = mask | jnp.take_along_axis(mask, jnp.maximum(parent, 0)[..., None], axis=1)
+    return Tree(parent.astype(jnp.int32), depth.astype(jnp.int32), mask, jnp.ones(parent.shape, bool))
+
+
 def depths(parents: np.ndarray) -> np.ndarray:
     """Depth [T] of each node of parents [T]."""
     depth = np.zeros(len(parents), int)

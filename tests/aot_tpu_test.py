@@ -1,5 +1,6 @@
 """Decode cycles compiled for eight TPU chips, without a TPU: in place, no weight copied, no further loop."""
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -15,8 +16,11 @@ from jax.experimental.topologies import get_topology_desc
 from programs_test import SMOLLM2, abstract_target
 
 from specjax import Engine, Target, trees
+from specjax.drafters import eagle as eagles
+from specjax.drafters.eagle import Eagle
 from specjax.drafters.medusa import Medusa, declare
 from specjax.models.config import ModelConfig
+from specjax.models.eagle import EagleConfig
 from specjax.models.rope import Rope
 from specjax.sharding import make_mesh
 from specjax.verify.target_first import TargetFirst
@@ -30,7 +34,8 @@ LLAMA_8B = ModelConfig(
     "llama", 128256, 4096, 4, 32, 8, 128, 14336, 8192, 1e-5, Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192), (None,) * 4
 )
 SHAPES = {"llama-8b": LLAMA_8B, "smollm2": SMOLLM2}
-CASES = list(itertools.product(SHAPES, ("eager", "lookup", "medusa")))
+CASES = list(itertools.product(SHAPES, ("eager", "lookup", "medusa", "eagle")))
+TRAINED = ("medusa", "eagle")
 INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]\{?([\d,]*)")
 
@@ -52,7 +57,7 @@ def compiled(shape: str, method: str) -> Cycle:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # it only compiles here, so other processes may as well
     mesh = make_mesh("data=2,model=4", get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices)
     target = abstract_target(SHAPES[shape], mesh, jnp.bfloat16)
-    engine = Engine(target, medusa(target) if method == "medusa" else method)
+    engine = Engine(target, {"medusa": medusa, "eagle": eagle}[method](target) if method in TRAINED else method)
     state = engine.abstract(8, 1024)
     program = engine.programs.compiled("loop", state)
     local = [x.sharding.shard_shape(x.shape) for x in state.cache.k + state.cache.v]
@@ -83,6 +88,17 @@ def medusa(target: Target) -> tuple[Medusa, TargetFirst]:
         eps=target.config.norm_eps,
         tap=target.config.layers,
     )
+    return drafter, TargetFirst(drafter.depth)
+
+
+def eagle(target: Target) -> tuple[Eagle, TargetFirst]:
+    """An EAGLE-3 layer of shapes alone, as wide as the target, over its whole vocabulary; trees of 8 nodes."""
+    layer = dataclasses.replace(target.config, layers=1, windows=(None,))
+    config = EagleConfig(layer, target.config.width, states=3, draft_vocab=target.config.vocab_size)
+    graph, state = eagles.declare(config, target.mesh, target.dtype)
+    sizes = {"nodes": 8, "depth": 3, "width": 3}
+    fixed = {"graph": graph, "config": config, "taps": (0, 1, 2), "vocab_size": target.config.vocab_size}
+    drafter = Eagle(state, target.embed, target.norm, None, None, **fixed, **sizes)
     return drafter, TargetFirst(drafter.depth)
 
 

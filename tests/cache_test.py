@@ -70,9 +70,11 @@ def test_after_every_cycle_of_a_ragged_batch_with_a_tree_too():
 
 @struct.dataclass
 class Seen:
-    """What a drafter was told per row: tokens [B, M], their features [B, M, D], how many [B]."""
+    """What a drafter was told per row: tokens [B, M], the token after each call's last one [B, M], all their features
+    [B, M, D], how many [B]."""
 
     tokens: jax.Array
+    following: jax.Array
     features: jax.Array
     length: jax.Array
 
@@ -87,21 +89,24 @@ class Recording(Lookup):
         def zeros(shape, dtype):
             return jnp.zeros(shape, dtype, out_sharding=row_spec(len(shape)))
 
-        return Seen(zeros((batch, 256), int), zeros((batch, 256, 32), float), zeros((batch,), int))
+        tokens = zeros((batch, 256), int)
+        return Seen(tokens, tokens, zeros((batch, 256, 32), float), zeros((batch,), int))
 
-    def extend(self, state, tokens, features, count):
-        def write(state, tokens, feature, count):
+    def extend(self, state, tokens, features, count, after):
+        def write(state, tokens, feature, count, after):
             spots = jnp.where(jnp.arange(tokens.shape[1]) < count[:, None], state.length[:, None], 256)
             spots = spots + jnp.arange(tokens.shape[1])
             rows = jnp.arange(tokens.shape[0])[:, None]
+            last = jnp.where(count > 0, state.length + count - 1, 256)[:, None]
             return Seen(
                 state.tokens.at[rows, spots].set(tokens, mode="drop"),
+                state.following.at[rows, last].set(after[:, None], mode="drop"),
                 state.features.at[rows, spots].set(feature, mode="drop"),
                 state.length + count,
             )
 
-        spread = jax.sharding.auto_axes(write, out_sharding=Seen(row_spec(2), row_spec(3), row_spec(1)))
-        return spread(state, tokens, features[0], count)
+        spread = jax.sharding.auto_axes(write, out_sharding=Seen(row_spec(2), row_spec(2), row_spec(3), row_spec(1)))
+        return spread(state, tokens, features[0], count, after)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -117,6 +122,9 @@ def test_a_drafter_is_told_the_cached_tokens_and_their_features_once_each(mesh):
         length = np.asarray(state.cache.length)[row]
         assert np.asarray(state.drafter.length)[row] == length == len(text) - 1
         assert np.asarray(state.drafter.tokens)[row, :length].tolist() == text[:-1]
+        following = np.asarray(state.drafter.following)[row, :length]
+        assert set(np.flatnonzero(following)) <= set(np.flatnonzero(following == text[1:]))
+        assert following[-1] == text[-1] and (following > 0).sum() >= np.asarray(state.stats.cycles)[row] - 1
         kept, new = (np.asarray(s.drafter.features)[row, :length] for s in (state, fresh))
         np.testing.assert_allclose(kept, new, atol=1e-5, rtol=1e-5)
 

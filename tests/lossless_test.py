@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eagle_test import engine as eagle_engine
 from flax import struct
 from scripted import (
     CHAIN,
@@ -38,7 +39,7 @@ from specjax.verify.target_first import TargetFirst
 
 NEW = 32
 AXES = {
-    "draft": ("lookup", "medusa", "oracle", "anti", "mixed", "random"),
+    "draft": ("lookup", "medusa", "eagle", "oracle", "anti", "mixed", "random"),
     "shape": ("chain", "tree"),
     "rows": (1, len(LENGTHS)),
     "loop": ("whole", "sliced", "host"),
@@ -51,6 +52,7 @@ MEDUSAS = {  # LM head and tree: the target's and a chain, one over 15 tokens an
     "chain": (None, trees.chain(3)),
     "tree": (15, ((0,), (1,), (0, 0), (2,), (0, 1), (1, 3), (0, 0, 2))),
 }
+EAGLES = {"chain": ("eagle1", (4, 3, 1)), "tree": ("eagle3.1", (7, 3, 3))}
 
 
 def pairs(case: tuple) -> set:
@@ -83,6 +85,9 @@ def engine(draft: str, shape: str = "chain", mesh: str = "one", dtype: str = "fl
         draft_vocab, paths = MEDUSAS[shape]
         drafter = from_draft(medusa_draft(draft_vocab), paths, place)
         return Engine(place, (drafter, TargetFirst(drafter.depth)), chunk=CHUNK)
+    if draft == "eagle":
+        variant, sizes = EAGLES[shape]
+        return eagle_engine(variant, MESHES[mesh], *sizes, dtype=dtype)
     return scripted(place, CHAIN if shape == "chain" else TREE)
 
 
@@ -99,7 +104,7 @@ def generate(draft: str, shape: str, rows: int, loop: str, mesh: str, law: str):
     method, chosen = engine(draft, shape, mesh), slice(len(LENGTHS) - rows, None)
     asked, wanted = prompts()[chosen], wishes(len(LENGTHS), max_new_tokens=NEW, **LAWS[law])[chosen]
     state = method.prefill(method.start(asked, wanted, rows))
-    if draft not in ("eager", "lookup", "medusa"):
+    if draft not in ("eager", "lookup", "medusa", "eagle"):
         texts = [prompt + output for prompt, output in zip(asked, eager(law)[chosen])]
         state = script(state, *oracle(texts, state.text.count.shape[0], draft))
     state = decode(method, state, loop)
@@ -124,7 +129,7 @@ def check(case: tuple) -> None:
 def test_default_cases_pair_every_setting_with_every_other():
     every = set().union(*map(pairs, itertools.product(*AXES.values())))
     assert set().union(*map(pairs, PAIRWISE)) == every
-    assert len(PAIRWISE) <= 20
+    assert len(PAIRWISE) <= 24
 
 
 @pytest.mark.parametrize("case", PAIRWISE, ids=lambda case: "-".join(map(str, case)))
@@ -188,7 +193,13 @@ class Successors:
         # The table is an argument, not closed over: `rowwise` has to see the drafter's parameters.
         return rowwise(self._chain)(self.table, tokens, count)
 
-    def extend(self, state, tokens, features, count):
+    def extend(self, state, tokens, features, count, after):
+        return state
+
+    def grow(self, state, slots):
+        return state
+
+    def cut(self, state, length):
         return state
 
     def _chain(self, table, tokens, count):

@@ -75,8 +75,11 @@ def tensors(fields: Mapping, seed: int = 0) -> dict[str, np.ndarray]:
     return table
 
 
-def logits(fields: Mapping, table: Mapping[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:
-    """The reference: a Llama forward pass over a whole text in numpy, [T, V], in float64 and without any cache."""
+def states(fields: Mapping, table: Mapping[str, np.ndarray], tokens: Sequence[int]) -> list[np.ndarray]:
+    """The reference: a Llama forward pass over a whole text in numpy, in float64 and without any cache.
+
+    What enters each layer, and what leaves the last one before the final norm: L + 1 arrays [T, D].
+    """
     heads, kv_heads, size = fields["num_attention_heads"], fields["num_key_value_heads"], fields["head_dim"]
     length = len(tokens)
     angles = np.arange(length)[:, None] * fields["rope_theta"] ** -(np.arange(0, size, 2) / size)
@@ -84,13 +87,14 @@ def logits(fields: Mapping, table: Mapping[str, np.ndarray], tokens: Sequence[in
     causal = np.where(np.tril(np.ones((length, length), bool)), 0, -np.inf)
 
     def norm(x, name):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + fields["rms_norm_eps"]) * table[name]
+        return rms_norm(x, table[name], fields)
 
     def rotated(x):
         a, b = np.split(x, 2, axis=-1)
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     x = table["model.embed_tokens.weight"].astype(np.float64)[list(tokens)]
+    found = [x]
     for i in range(fields["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         h = norm(x, layer + "input_layernorm.weight")
@@ -107,7 +111,17 @@ def logits(fields: Mapping, table: Mapping[str, np.ndarray], tokens: Sequence[in
         h = norm(x, layer + "post_attention_layernorm.weight")
         gate, up = (h @ table[f"{layer}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ table[layer + "mlp.down_proj.weight"].T
-    return norm(x, "model.norm.weight") @ table["lm_head.weight"].T
+        found.append(x)
+    return found
+
+
+def rms_norm(x: np.ndarray, scale: np.ndarray, fields: Mapping) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + fields["rms_norm_eps"]) * scale
+
+
+def logits(fields: Mapping, table: Mapping[str, np.ndarray], tokens: Sequence[int]) -> np.ndarray:
+    """The reference's logits over a whole text [T, V]."""
+    return rms_norm(states(fields, table, tokens)[-1], table["model.norm.weight"], fields) @ table["lm_head.weight"].T
 
 
 def plain(prompt: Sequence[int], count: int, fields: Mapping = FIELDS) -> list[int]:
@@ -180,7 +194,13 @@ class Scripted:
     def draft(self, state, tokens, count, sampling):
         return rowwise(self._scripted)(state, tokens, count)
 
-    def extend(self, state, tokens, features, count):
+    def extend(self, state, tokens, features, count, after):
+        return state
+
+    def grow(self, state, slots):
+        return state
+
+    def cut(self, state, length):
         return state
 
     def _scripted(self, state, tokens, count):

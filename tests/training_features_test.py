@@ -11,7 +11,7 @@ import pytest
 from medusa_test import normed_states
 from scripted import FIELDS, MESHES, target
 
-from train_drafts import features, loop, packing
+from train_drafts import features, loop, packing, step
 from train_drafts.data import Example
 from train_drafts.features import FeatureBatches, build, trim
 from train_drafts.loop import Training
@@ -53,7 +53,7 @@ def whole(tmp_path_factory) -> tuple[np.ndarray, Path]:
 
 def limited(folder: Path, limit: int | None = None) -> int:
     """A pass over the text that is interrupted after `limit` batches: how many it took."""
-    taken, place = [], features.place
+    taken, place = [], step.place
 
     def counted(*args, **named):
         if len(taken) == limit:
@@ -63,7 +63,7 @@ def limited(folder: Path, limit: int | None = None) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features, "_FLUSH", 2)
-        patch.setattr(features, "place", counted)
+        patch.setattr(step, "place", counted)
         if limit is None:
             kept(folder)
         else:

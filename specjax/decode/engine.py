@@ -66,7 +66,9 @@ class Engine:
         self.buckets = bucket_ladder(self.max_context, max(chunk, self.drafter.depth + 1))
         self.programs = Programs(target, self.drafter, self.verifier, self.method, chunk, self.buckets)
         self._empty = jax.jit(self._fresh, static_argnums=(0, 1))  # kept: a new one for each request would compile anew
-        self._grow = jax.jit(cache.grow, static_argnums=1)
+        self._grow = jax.jit(
+            lambda kv, drafted, slots: (cache.grow(kv, slots), self.drafter.grow(drafted, slots)), static_argnums=2
+        )
         self._insert = jax.jit(states.insert, donate_argnums=0)
 
     def with_method(self, method, draft=None) -> "Engine":
@@ -170,15 +172,20 @@ class Engine:
         return DecodeState(text, fresh[0], fresh[1], sampling, fresh[2])
 
     def restart(self, state: DecodeState, prompt: list[int], wish: Sampling) -> DecodeState:
-        """One-row state -> the state before prefilling `prompt`, keeping what the cache already holds of it."""
+        """One-row state -> the state before prefilling `prompt`, keeping what the cache already holds of it.
+
+        The last token that both texts have is taken in again: what a drafter made of it depends on the one after it.
+        """
         held = np.asarray(state.text.tokens)[0][: np.asarray(state.cache.length)[0]]
         room = min(len(held), len(prompt) - 1)
         differs = np.flatnonzero(held[:room] != np.array(prompt[:room]))
-        common = int(differs[0]) if len(differs) else room
+        common = max(0, (int(differs[0]) if len(differs) else room) - 1)
         text, sampling = self._rows([prompt], [wish], state.text.tokens.shape[0])
         length = self._put(np.full(state.text.count.shape, common, np.int32))
         stats = self._put(jax.tree.map(lambda x: np.zeros(x.shape, np.int32), state.stats))
-        return state.replace(text=text, sampling=sampling, stats=stats, cache=state.cache.replace(length=length))
+        drafted = self.drafter.cut(state.drafter, length)
+        kv = state.cache.replace(length=length)
+        return state.replace(text=text, sampling=sampling, stats=stats, cache=kv, drafter=drafted)
 
     def prefill(self, state: DecodeState) -> DecodeState:
         """Take the prompts into the cache, chunk by chunk, and draw each row's first token."""
@@ -305,7 +312,8 @@ class Engine:
             return state
         bucket = self.bucket(slots)
         with jax.set_mesh(self.target.mesh):
-            return state.replace(cache=self._grow(state.cache, bucket))
+            kv, drafter_state = self._grow(state.cache, state.drafter, bucket)
+            return state.replace(cache=kv, drafter=drafter_state)
 
     def _stopped(self, state: DecodeState, watch: Watch) -> DecodeState:
         """Show the watch each row's new tokens and end the rows in which it found a stop string."""

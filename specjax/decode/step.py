@@ -31,7 +31,7 @@ def step(target: Transformer, drafter: Drafter, verifier: Verifier, state: Decod
         text, taken = rowwise(emit)(state.text, emitted, verdict.count)
         cache = append(state.cache, output.block_kv, verdict.path, taken, after=verdict.next_token)
         accepted, features = rowwise(_along)(verdict.path, draft.tokens, output.features)
-        drafter_state = drafter.extend(state.drafter, accepted, features, taken)
+        drafter_state = drafter.extend(state.drafter, accepted, features, taken, verdict.next_token)
         stats = rowwise(_count)(state.stats, draft, taken)
     return state.replace(text=text, cache=cache, drafter=drafter_state, stats=stats)
 
@@ -82,8 +82,14 @@ def prefill_step(target: Transformer, drafter: Drafter, chunk: int, state: Decod
     text, first = rowwise(_first_token)(text, state.sampling, output.logits[:, 0], ends_here)
     path = jnp.broadcast_to(jnp.arange(chunk), spots.shape)
     cache = append(state.cache, output.block_kv, path, taken, after=first)
-    drafter_state = drafter.extend(state.drafter, tokens, output.features, taken)
+    after = rowwise(_after)(text, start + taken)
+    drafter_state = drafter.extend(state.drafter, tokens, output.features, taken, after)
     return state.replace(text=text, cache=cache, drafter=drafter_state)
+
+
+def _after(text: Text, spot: jax.Array) -> jax.Array:
+    """The token at position `spot` [B] of each row's text."""
+    return jnp.take_along_axis(text.tokens, jnp.minimum(spot, text.tokens.shape[1] - 1)[:, None], axis=1)[:, 0]
 
 
 def _worth_a_pass(draft: Draft, running: jax.Array) -> Draft:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from specjax import sharding
@@ -37,6 +38,15 @@ class Target:
     def module(self, leaves: list[jax.Array]) -> Transformer:
         """The model around these leaves; call it inside a traced function."""
         return nnx.merge(self.graph, jax.tree.unflatten(self.tree, leaves))
+
+    def put(self, x: np.ndarray, dtype, *axes: str | None) -> jax.Array:
+        """A host array on the mesh, split along the named axes."""
+        return jax.device_put(np.asarray(x, dtype), jax.NamedSharding(self.mesh, sharding.spec(*axes)))
+
+    @property
+    def embed(self) -> jax.Array:
+        """The embedding [V', D] itself, not a copy."""
+        return self._parameter("embed")
 
     @property
     def norm(self) -> jax.Array:

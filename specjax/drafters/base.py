@@ -28,6 +28,15 @@ class Drafter(Protocol):
         Called in explicit-sharding mode: what only gathers and compares within a row is wrapped in `rowwise`.
         """
 
-    def extend(self, state: Any, tokens: jax.Array, features: tuple[jax.Array, ...], count: jax.Array) -> Any:
+    def extend(
+        self, state: Any, tokens: jax.Array, features: tuple[jax.Array, ...], count: jax.Array, after: jax.Array
+    ) -> Any:
         """Take in the first count [B] of tokens [B, P] and their target features [B, P, D]: prompt chunks and
-        accepted paths alike."""
+        accepted paths alike. after [B]: the token that follows them."""
+
+    def grow(self, state: Any, slots: int) -> Any:
+        """The same state with room for `slots` tokens a row."""
+
+    def cut(self, state: Any, length: jax.Array) -> Any:
+        """The state without what lies behind the first length [B] tokens, from which another text goes on. At least one
+        more token of that text is one that the state has seen, and will be told again."""

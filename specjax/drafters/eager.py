@@ -23,7 +23,13 @@ class Eager:
     def draft(self, state, tokens, count, sampling):
         return rowwise(_root_alone)(tokens, count)
 
-    def extend(self, state, tokens, features, count):
+    def extend(self, state, tokens, features, count, after):
+        return state
+
+    def grow(self, state, slots):
+        return state
+
+    def cut(self, state, length):
         return state
 
 

@@ -43,7 +43,13 @@ class Lookup:
     def draft(self, state, tokens, count, sampling):
         return rowwise(self._copied)(tokens, count)
 
-    def extend(self, state, tokens, features, count):
+    def extend(self, state, tokens, features, count, after):
+        return state
+
+    def grow(self, state, slots):
+        return state
+
+    def cut(self, state, length):
         return state
 
     def _copied(self, tokens: jax.Array, count: jax.Array) -> Draft:

@@ -16,7 +16,7 @@ from specjax import trees
 from specjax.loading.drafts import MedusaDraft
 from specjax.models.layers import rms_norm
 from specjax.models.medusa import MedusaHeads
-from specjax.sharding import padded, row_spec, rowwise, spec
+from specjax.sharding import padded, row_spec, rowwise
 from specjax.trees import Draft, Path
 
 
@@ -62,8 +62,14 @@ class Medusa:
         logits = heads.logits(hidden, self.lm_head, self.vocab_size)[:, 0]
         return rowwise(self._picked)(logits, self.token_ids, tokens, count)
 
-    def extend(self, state, tokens, features, count):
+    def extend(self, state, tokens, features, count, after):
         return rowwise(_last)(state, features[0], count)
+
+    def grow(self, state, slots):
+        return state
+
+    def cut(self, state, length):
+        return state
 
     def _picked(self, logits: jax.Array, token_ids: jax.Array | None, tokens: jax.Array, count: jax.Array) -> Draft:
         """The tree of the best guesses by logits [B, heads, V']."""
@@ -98,7 +104,7 @@ def from_draft(draft: MedusaDraft, paths: Sequence[Path], target) -> Medusa:
         )
     graph, state = declare(width, depth, layers, target.mesh, target.dtype)
     for name, value in {"weight": draft.weight, "bias": draft.bias}.items():
-        state[name] = state[name].replace(_put(value[:depth], target, target.dtype, *[None] * value.ndim))
+        state[name] = state[name].replace(target.put(value[:depth], target.dtype, *[None] * value.ndim))
     lm_head, token_ids = (target.lm_head, None) if draft.lm_head is None else _own_vocabulary(draft, target)
     return Medusa(
         state,
@@ -119,11 +125,7 @@ def _own_vocabulary(draft: MedusaDraft, target) -> tuple[jax.Array, jax.Array]:
     with jax.set_mesh(target.mesh):
         surplus = padded(len(draft.lm_head), "vocab") - len(draft.lm_head)
     lm_head = np.pad(draft.lm_head, [(0, surplus), (0, 0)])
-    return _put(lm_head, target, target.dtype, "vocab", None), _put(draft.token_ids, target, np.int32, None)
-
-
-def _put(x: np.ndarray, target, dtype, *axes: str | None) -> jax.Array:
-    return jax.device_put(np.asarray(x, dtype), jax.NamedSharding(target.mesh, spec(*axes)))
+    return target.put(lm_head, target.dtype, "vocab", None), target.put(draft.token_ids, np.int32, None)
 
 
 def declare(width: int, heads: int, layers: int, mesh: jax.sharding.Mesh, dtype) -> tuple[nnx.GraphDef, nnx.State]:

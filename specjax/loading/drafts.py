@@ -43,6 +43,11 @@ class MedusaDraft:
     template_args: dict
     training: dict
 
+    @property
+    def width(self) -> int:
+        """Width of the target that the heads read from."""
+        return self.weight.shape[-1]
+
 
 @dataclass(frozen=True)
 class _Layout:
@@ -139,10 +144,7 @@ def load_draft(folder: str | Path) -> MedusaDraft:
     every rank, the tree as a chain of first guesses, each half as frequent as the one before, and one line says so.
     Raises FileNotFoundError or ValueError in one sentence naming the file and the field or tensor that is wrong.
     """
-    folder = Path(folder).expanduser()
-    folder = folder / "draft" if (folder / "draft").is_dir() else folder
-    if not folder.is_dir():
-        raise FileNotFoundError(f"draft {folder} does not exist; give a folder that training wrote")
+    folder = locate(folder)
     config = read_json(folder / CONFIG)
     layout = _OWN if config.get("model_type") == "medusa" else _SHARED
     path = folder / layout.file
@@ -160,6 +162,16 @@ def load_draft(folder: str | Path) -> MedusaDraft:
     draft = MedusaDraft(weight, bias, lm_head, token_ids, **about)
     _check_calibration(draft, str(folder / CONFIG))
     return draft
+
+
+def locate(folder: str | Path) -> Path:
+    """The folder of a draft, which may be the one called `draft` in a training work directory. Raises
+    FileNotFoundError if there is none."""
+    folder = Path(folder).expanduser()
+    folder = folder / "draft" if (folder / "draft").is_dir() else folder
+    if not folder.is_dir():
+        raise FileNotFoundError(f"draft {folder} does not exist; give a folder that training wrote")
+    return folder
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -314,7 +326,7 @@ def _shares(x: np.ndarray) -> bool:
 
 
 def check_draft(
-    draft: MedusaDraft,
+    draft,
     *,
     name: str,
     fingerprint: str,
@@ -323,7 +335,7 @@ def check_draft(
     tokenizer: str,
     template_args: dict,
 ) -> None:
-    """Does the draft fit the target called `name`, with these fingerprints of weights and of tokenizer?
+    """Does a draft of any method fit the target called `name`, with these fingerprints of weights and of tokenizer?
 
     Raises ValueError if width, vocabulary or tokenizer differ, since its guesses would mean nothing. Other weights
     (another precision of the same model has them, too) and template arguments make it guess worse: a line says so.
@@ -331,7 +343,7 @@ def check_draft(
     trained = draft.target
     own = trained.get("name", "another target")
     pairs = {
-        "width": (draft.weight.shape[-1], width),
+        "width": (draft.width, width),
         "vocabulary size": (trained.get("vocab_size", vocab_size), vocab_size),
         "tokenizer fingerprint": (trained.get("tokenizer", tokenizer), tokenizer),
     }

@@ -5,6 +5,7 @@ import difflib
 import hashlib
 import importlib.util
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,18 +62,28 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 def load_parameters(checkpoint: Checkpoint, state: nnx.State, mesh: jax.sharding.Mesh) -> nnx.State:
     """The abstract parameters `state` of a `Transformer` of this config -> the same tree, filled.
 
-    Each parameter is put together on the host in its own dtype and placed with its declared sharding on
-    `mesh`, one at a time. Declared sizes beyond the checkpoint's (padding for the mesh) stay zero.
-    Raises ValueError before anything is read if tensors are missing, surplus or of another shape.
+    Declared sizes beyond the checkpoint's (padding for the mesh) stay zero. Raises ValueError before anything is read
+    if tensors are missing, surplus or of another shape.
     """
     parts = layout(checkpoint.config)
     check_tensors(checkpoint, parts)
+    return fill(checkpoint.read, parts, state, mesh)
+
+
+def fill(
+    read: Callable[[str], np.ndarray],
+    parts: dict[tuple, tuple[Part, ...]],
+    state: nnx.State,
+    mesh: jax.sharding.Mesh,
+) -> nnx.State:
+    """The abstract parameters `state` -> the same tree, each put together on the host from its `parts`, which `read`
+    gives by name, and placed with its declared sharding on `mesh`, one at a time. What no part covers is zero."""
     filled = []
     for path, variable in nnx.to_flat_state(state):
         declared = variable.get_value()
         value = np.zeros(declared.shape, declared.dtype)
         for part in parts[path]:
-            value[part.place] = checkpoint.read(part.name).reshape(part.view)
+            value[part.place] = read(part.name).reshape(part.view)
         sharding = jax.NamedSharding(mesh, declared.sharding.spec)
         array = jax.make_array_from_callback(value.shape, sharding, value.__getitem__)
         filled.append((path, variable.replace(array)))
@@ -84,21 +95,29 @@ def layout(config: ModelConfig) -> dict[tuple, tuple[Part, ...]]:
     c, vocab = config, slice(config.vocab_size)
     table = {
         ("embed",): (Part(EMBED, (c.vocab_size, c.width), (c.vocab_size, c.width), (vocab,)),),
-        ("norm",): (_whole("model.norm.weight", c.width),),
+        ("norm",): (whole("model.norm.weight", c.width),),
     }
     if not c.tied:
         table["lm_head",] = (Part(LM_HEAD, (c.vocab_size, c.width), (c.vocab_size, c.width), (vocab,)),)
     for i in range(c.layers):
-        table |= {("layers", i, *path): parts for path, parts in _layer(c, f"model.layers.{i}.").items()}
+        prefix = f"model.layers.{i}."
+        layer = decoder_layer(c, prefix) | {
+            ("attention_norm",): (whole(f"{prefix}input_layernorm.weight", c.width),),
+        }
+        table |= {("layers", i, *path): parts for path, parts in layer.items()}
     return table
 
 
-def _whole(name: str, *shape: int) -> Part:
+def whole(name: str, *shape: int) -> Part:
+    """A parameter that is one tensor."""
     return Part(name, shape, shape, (...,))
 
 
-def _layer(c: ModelConfig, prefix: str) -> dict[tuple[str, ...], tuple[Part, ...]]:
-    """One layer's parameters. K, F are the checkpoint's own: what is declared beyond them is padding."""
+def decoder_layer(c: ModelConfig, prefix: str, in_width: int | None = None) -> dict[tuple, tuple[Part, ...]]:
+    """One layer's attention, whose input has `in_width` numbers (default: the model's width), and MLP with its norm.
+
+    K, F are the checkpoint's own: what is declared beyond them is padding.
+    """
     k, g, h, d, f = c.kv_heads, c.group, c.head_dim, c.width, c.mlp_width
     groups, hidden = slice(k), slice(f)
     attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
@@ -112,12 +131,11 @@ def _layer(c: ModelConfig, prefix: str) -> dict[tuple[str, ...], tuple[Part, ...
         )
 
     table = {
-        ("attention_norm",): (_whole(f"{prefix}input_layernorm.weight", d),),
-        ("attention", "qkv"): fused("weight", d),
+        ("attention", "qkv"): fused("weight", in_width or d),
         ("attention", "out"): (
             Part(f"{attention}o_proj.weight", (d, k * g * h), (d, k * g * h), (slice(None), slice(k * g * h))),
         ),
-        ("mlp_norm",): (_whole(f"{prefix}post_attention_layernorm.weight", d),),
+        ("mlp_norm",): (whole(f"{prefix}post_attention_layernorm.weight", d),),
         ("mlp", "gate_up"): (
             Part(f"{mlp}gate_proj.weight", (f, d), (f, d), (0, hidden)),
             Part(f"{mlp}up_proj.weight", (f, d), (f, d), (1, hidden)),
@@ -127,8 +145,8 @@ def _layer(c: ModelConfig, prefix: str) -> dict[tuple[str, ...], tuple[Part, ...
     if c.qkv_bias:
         table["attention", "qkv_bias"] = fused("bias")
     if c.qk_norm:
-        table["attention", "q_norm"] = (_whole(f"{attention}q_norm.weight", h),)
-        table["attention", "k_norm"] = (_whole(f"{attention}k_norm.weight", h),)
+        table["attention", "q_norm"] = (whole(f"{attention}q_norm.weight", h),)
+        table["attention", "k_norm"] = (whole(f"{attention}k_norm.weight", h),)
     return table
 
 

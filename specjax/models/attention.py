@@ -10,7 +10,7 @@ Both halves share one softmax: their maxima and sums are merged exactly.
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, struct
 from jax import lax
 
 from specjax.models.config import ModelConfig
@@ -29,7 +29,8 @@ def attend(q, k, v, cache_k, cache_v, length, positions, block_positions, mask, 
     Returns [B, T, K, G, H].
     """
     batch, nodes, groups, per_group, head_dim = q.shape
-    wide = {"precision": precision(q.dtype), "preferred_element_type": jnp.float32}
+    split = spec("batch", "kv_heads", None, None)
+    wide = {"precision": precision(q.dtype), "preferred_element_type": jnp.float32, "out_sharding": split}
     slots = jnp.arange(cache_k.shape[2])
     seen = jnp.broadcast_to((slots < length[:, None])[:, None], (batch, nodes, slots.shape[0]))
     if window is not None:
@@ -62,14 +63,29 @@ def attend(q, k, v, cache_k, cache_v, length, positions, block_positions, mask, 
     return jnp.transpose(out, (0, 3, 1, 2, 4)).astype(q.dtype)
 
 
-class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; q, k and v come from one fused product."""
+@struct.dataclass
+class Earlier:
+    """Block tokens that an earlier pass computed and this one sees: k, v [B, U, K, H], absolute positions [B, U]."""
 
-    def __init__(self, config: ModelConfig, window: int | None, *, rngs: nnx.Rngs, dtype):
+    k: jax.Array
+    v: jax.Array
+    positions: jax.Array
+
+    def then(self, k: jax.Array, v: jax.Array, positions: jax.Array) -> "Earlier":
+        """These and the tokens of one more pass."""
+        pairs = ((self.k, k), (self.v, v), (self.positions, positions))
+        return Earlier(*(jnp.concatenate(pair, axis=1) for pair in pairs))
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions; q, k and v come from one fused product, whose input has
+    `in_width` numbers (default: the model's width)."""
+
+    def __init__(self, config: ModelConfig, window: int | None, *, rngs: nnx.Rngs, dtype, in_width: int | None = None):
         groups, per_group = padded(config.kv_heads, "kv_heads"), config.group
         self.window, self.eps, self.per_group = window, config.norm_eps, per_group
         shape = (groups, per_group + 2, config.head_dim)
-        self.qkv = parameter(rngs, (*shape, config.width), ("kv_heads", None, None, None), dtype)
+        self.qkv = parameter(rngs, (*shape, in_width or config.width), ("kv_heads", None, None, None), dtype)
         if config.qkv_bias:
             self.qkv_bias = nnx.Param(jnp.zeros(shape, dtype, out_sharding=spec("kv_heads", None, None)))
         if config.qk_norm:
@@ -78,8 +94,11 @@ class Attention(nnx.Module):
         heads = groups * per_group * config.head_dim
         self.out = parameter(rngs, (config.width, heads), (None, "kv_heads"), dtype)
 
-    def __call__(self, x, rope, cache_k, cache_v, length, positions, mask):
-        """x [B, T, D] -> (output [B, T, D], block k and v [B, T, K, H]); arguments as in `attend`."""
+    def __call__(self, x, rope, cache_k, cache_v, length, positions, mask, earlier: Earlier | None = None):
+        """x [B, T, D] -> (output [B, T, D], block k and v [B, T, K, H]); arguments as in `attend`.
+
+        mask [B | 1, T, U + T]: `earlier` block tokens first, where there are any.
+        """
         qkv = project(self.qkv[...], x, ("kv_heads", None, None))
         if hasattr(self, "qkv_bias"):
             qkv = qkv + self.qkv_bias[...]
@@ -87,6 +106,7 @@ class Attention(nnx.Module):
         if hasattr(self, "q_norm"):
             q, k = rms_norm(q, self.q_norm[...], self.eps), rms_norm(k, self.k_norm[...], self.eps)
         q, k = rotate(q, *rope) * q.shape[-1] ** -0.5, rotate(k, *rope)
-        y = attend(q, k, v, cache_k, cache_v, length, positions, positions, mask, self.window)
+        block = Earlier(k, v, positions) if earlier is None else earlier.then(k, v, positions)
+        y = attend(q, block.k, block.v, cache_k, cache_v, length, positions, block.positions, mask, self.window)
         y = y.reshape(*y.shape[:2], -1, out_sharding=spec("batch", None, "kv_heads"))
         return project(self.out[...], y, (None,)), k, v

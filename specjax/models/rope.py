@@ -102,6 +102,22 @@ class Rope:
             truncate=fields.get("truncate") is not False,
         )
 
+    def as_hf(self) -> dict:
+        """The fields of a config.json that `from_hf` reads back. Raises ValueError for a GGUF file's divisors."""
+        if self.kind == "divided":
+            raise ValueError(
+                "rope divisors of a GGUF file have no fields in a config.json; use the Hugging Face folder"
+            )
+        fields = {"rope_type": self.kind, "factor": self.factor}
+        if self.kind == "llama3":
+            fields |= {"low_freq_factor": self.low_frequency_factor, "high_freq_factor": self.high_frequency_factor}
+        if self.kind == "yarn":
+            names = ("beta_fast", "beta_slow", "attention_factor", "truncate")
+            fields |= {name: getattr(self, name) for name in names}
+        if self.original_context:
+            fields["original_max_position_embeddings"] = self.original_context
+        return {"rope_theta": self.theta} | ({} if self.kind == "default" else {"rope_scaling": fields})
+
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Inverse frequencies [H/2], float32."""
         plain = self.theta ** -(np.arange(0, head_dim, 2) / head_dim)
