@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from scripted import CHUNK, FIELDS, MESHES, outputs, plain, prompts, rms_norm, states, target, tensors, wishes
 
-from specjax import Engine
+from specjax import Engine, methods
 from specjax.decode.step import propose
 from specjax.drafters.eagle import from_draft
 from specjax.loading.eagle import EagleDraft, load_eagle, save_eagle
@@ -278,6 +278,25 @@ def test_a_conversation_that_goes_on_is_drafted_like_a_new_one():
             drafts.append(jax.tree.map(np.asarray, jax.jit(propose)(method.drafter, ready)))
     assert ready.cache.slots == ready.drafter.cache.slots > 512
     jax.tree.map(np.testing.assert_array_equal, *drafts)
+
+
+def test_a_name_builds_the_tree_that_it_asks_for(folders):
+    def built(name):
+        drafter, verifier = methods.build(name, target(), str(folders["eagle3"]))
+        assert verifier.depth == drafter.depth
+        return drafter.nodes, drafter.depth, drafter.width
+
+    assert built("eagle") == (16, 5, 4)
+    assert built("eagle:tree4") == (4, 3, 3)
+    assert built("eagle:tree9:depth2:width3") == (9, 2, 3)
+    assert built("eagle:chain5") == (5, 4, 1)
+    with pytest.raises(ValueError, match="a tree of 20 nodes does not fit 12 guesses, 3 wide and 2 deep"):
+        built("eagle:tree20:depth2:width3")
+    for name in ("eagle:chain4:depth2", "eagle:tree4:tree5", "eagle:chain4:tree4"):
+        with pytest.raises(ValueError, match="names a tree or an option twice"):
+            built(name)
+    with pytest.raises(ValueError, match="has no option 'typical'; it takes treeN, chainN, depthN, widthN"):
+        built("eagle:typical")
 
 
 @pytest.mark.parametrize("name", VARIANTS)

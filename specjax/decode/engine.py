@@ -181,10 +181,10 @@ class Engine:
         differs = np.flatnonzero(held[:room] != np.array(prompt[:room]))
         common = max(0, (int(differs[0]) if len(differs) else room) - 1)
         text, sampling = self._rows([prompt], [wish], state.text.tokens.shape[0])
-        length = self._put(np.full(state.text.count.shape, common, np.int32))
+        length = np.full(state.text.count.shape, common, np.int32)
         stats = self._put(jax.tree.map(lambda x: np.zeros(x.shape, np.int32), state.stats))
-        drafted = self.drafter.cut(state.drafter, length)
-        kv = state.cache.replace(length=length)
+        drafted = self.drafter.cut(state.drafter, self._put(length))  # programs donate: each holds its own array
+        kv = state.cache.replace(length=self._put(length))
         return state.replace(text=text, sampling=sampling, stats=stats, cache=kv, drafter=drafted)
 
     def prefill(self, state: DecodeState) -> DecodeState:
