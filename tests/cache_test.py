@@ -122,9 +122,10 @@ def test_a_drafter_is_told_the_cached_tokens_and_their_features_once_each(mesh):
         length = np.asarray(state.cache.length)[row]
         assert np.asarray(state.drafter.length)[row] == length == len(text) - 1
         assert np.asarray(state.drafter.tokens)[row, :length].tolist() == text[:-1]
-        following = np.asarray(state.drafter.following)[row, :length]
-        assert set(np.flatnonzero(following)) <= set(np.flatnonzero(following == text[1:]))
-        assert following[-1] == text[-1] and (following > 0).sum() >= np.asarray(state.stats.cycles)[row] - 1
+        following = np.asarray(state.drafter.following)[row, : length - 1]  # where the row ended it may be any
+        told = np.flatnonzero(following)
+        assert len(told) >= np.asarray(state.stats.cycles)[row] - 2
+        assert following[told].tolist() == [text[1 + spot] for spot in told]
         kept, new = (np.asarray(s.drafter.features)[row, :length] for s in (state, fresh))
         np.testing.assert_allclose(kept, new, atol=1e-5, rtol=1e-5)
 

@@ -32,7 +32,7 @@ class Drafter(Protocol):
         self, state: Any, tokens: jax.Array, features: tuple[jax.Array, ...], count: jax.Array, after: jax.Array
     ) -> Any:
         """Take in the first count [B] of tokens [B, P] and their target features [B, P, D]: prompt chunks and
-        accepted paths alike. after [B]: the token that follows them."""
+        accepted paths alike. after [B]: the token that follows them; any, in a row that has ended."""
 
     def grow(self, state: Any, slots: int) -> Any:
         """The same state with room for `slots` tokens a row."""
