@@ -95,14 +95,14 @@ def cycles_line(ms: Mapping[str, float]) -> str:
 
 def result_table(table: CostTable, target: str) -> Table:
     """A row per batch, context and block; the break-even is a dash where even the whole block is too few."""
-    drafts = [None, *table.drafts]
-    pays = [f"break-even, {method or 'free'} draft" for method in drafts]
+    pays = [f"break-even, {method} draft" for method in ("free", *table.drafts)]
     shown = Table("batch", "context", "tokens", "ms", "x floor", *pays)
     shown.title = f"{target}: a target pass over so many tokens a row"
     for batch, context in itertools.product(table.batches, table.contexts):
+        draft_ms = [0.0, *(table.draft_ms(method, batch, context) for method in table.drafts)]
         for block in table.blocks:
             ms = table.target_ms(block, batch, context)
-            need = [table.break_even(block, batch, context, table.draft_ms(name, batch, context)) for name in drafts]
+            need = [table.break_even(block, batch, context, each) for each in draft_ms]
             cells = [f"{n:.2f}" if n < block else "-" for n in need]
             shown.add_row(str(batch), str(context), str(block), f"{ms:.1f}", f"{ms / table.floor_ms:.2f}", *cells)
         shown.add_section()
