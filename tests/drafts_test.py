@@ -14,7 +14,7 @@ import pytest
 from checkpoints import edit_json
 from safetensors.numpy import load_file, save_file
 
-from specjax.loading import drafts
+from specjax.loading import draft_files
 from specjax.loading.drafts import MedusaDraft, check_draft, load_draft, save_draft
 
 HEADS, LAYERS, WIDTH, VOCAB = 3, 2, 8, 97
@@ -148,7 +148,7 @@ def test_a_full_disk_leaves_the_whole_draft(folder, kind, monkeypatch, step):
         (folder / ".rest").write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(drafts, step, full)
+    monkeypatch.setattr(draft_files, step, full)
     with pytest.raises(OSError, match="draft .* could not be written .No space left on device.; make room"):
         save_draft(folder, make(kind, seed=1))
     assert_same(load_draft(folder), make(kind))
@@ -166,7 +166,7 @@ def test_weights_and_config_of_two_saves_never_meet(folder, kind, monkeypatch, m
             done.append(source)
         replace(source, target)
 
-    monkeypatch.setattr(drafts.os, "replace", stop)
+    monkeypatch.setattr(draft_files.os, "replace", stop)
     with pytest.raises(KeyboardInterrupt):
         save_draft(folder, make(kind, seed=1))
     monkeypatch.undo()

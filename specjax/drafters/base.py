@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from specjax.sampling import SamplingState
 from specjax.trees import Draft
@@ -40,3 +41,9 @@ class Drafter(Protocol):
     def cut(self, state: Any, length: jax.Array) -> Any:
         """The state without what lies behind the first length [B] tokens, from which another text goes on. At least one
         more token of that text is one that the state has seen, and will be told again."""
+
+
+def last_of(old: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:
+    """The last of the first count [B] of new [B, P, D]; in rows without any the old one [B, D]."""
+    last = jnp.maximum(count - 1, 0)[:, None, None]
+    return jnp.where((count > 0)[:, None], jnp.take_along_axis(new, last, axis=1)[:, 0], old)

@@ -16,6 +16,7 @@ from jax import lax
 from specjax import cache as kv_cache
 from specjax import trees
 from specjax.cache import KVCache
+from specjax.drafters.base import last_of
 from specjax.loading.eagle import EagleDraft, parts
 from specjax.loading.target import fill
 from specjax.models.attention import Earlier
@@ -90,7 +91,7 @@ class Eagle:
         causal = jnp.tril(jnp.ones((1, pairs, pairs), bool))
         hidden = layer.fuse(self._states(features))
         output, k, v = self._pass(layer, state.cache, following, hidden, positions, causal, None)
-        last = rowwise(_last)(state.output, output, count)
+        last = rowwise(last_of)(state.output, output, count)
         path = jnp.broadcast_to(jnp.arange(pairs), tokens.shape)
         computed = jnp.isnan(last[:, 0]).astype(jnp.int32)  # for `append`, which has to come after the pass
         return EagleState(kv_cache.append(state.cache, BlockKV((k,), (v,)), path, count, computed), last)
@@ -164,12 +165,6 @@ def _following(tokens: jax.Array, count: jax.Array, after: jax.Array) -> jax.Arr
     """The token that follows each of the first count [B] of tokens [B, P]."""
     ends = jnp.arange(tokens.shape[1]) == count[:, None] - 1
     return jnp.where(ends, after[:, None], jnp.roll(tokens, -1, axis=1))
-
-
-def _last(old: jax.Array, output: jax.Array, count: jax.Array) -> jax.Array:
-    """output [B, P, W] at the last of count [B] pairs; in rows without any the old one [B, W]."""
-    last = jnp.maximum(count - 1, 0)[:, None, None]
-    return jnp.where((count > 0)[:, None], jnp.take_along_axis(output, last, axis=1)[:, 0], old)
 
 
 def _gather(x: jax.Array, places: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from flax import nnx, struct
 from jax import lax
 
 from specjax import trees
+from specjax.drafters.base import last_of
 from specjax.loading.drafts import MedusaDraft
 from specjax.models.layers import rms_norm
 from specjax.models.medusa import MedusaHeads
@@ -63,7 +64,7 @@ class Medusa:
         return rowwise(self._picked)(logits, self.token_ids, tokens, count)
 
     def extend(self, state, tokens, features, count, after):
-        return rowwise(_last)(state, features[0], count)
+        return rowwise(last_of)(state, features[0], count)
 
     def grow(self, state, slots):
         return state
@@ -81,12 +82,6 @@ class Medusa:
         nodes = jnp.concatenate([last, guesses], axis=1)
         tree = trees.static(np.array(self.parents), jnp.ones(nodes.shape, bool))
         return Draft(tree, nodes, jnp.full_like(count, len(self.parents)))
-
-
-def _last(old: jax.Array, features: jax.Array, count: jax.Array) -> jax.Array:
-    """The feature of the last of count [B] tokens of features [B, P, D]; in rows without any the old one [B, D]."""
-    last = jnp.maximum(count - 1, 0)[:, None, None]
-    return jnp.where((count > 0)[:, None], jnp.take_along_axis(features, last, axis=1)[:, 0], old)
 
 
 def from_draft(draft: MedusaDraft, paths: Sequence[Path], target) -> Medusa:

@@ -1,18 +1,16 @@
 """Drafts on disk, in the field's own layouts: config.json and safetensors. Medusa heads so far."""
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
+from specjax.loading import draft_files
+from specjax.loading.draft_files import CONFIG, SCHEMA_VERSION, check_float, locate, read_tensors
 from specjax.loading.huggingface import read_json
-from specjax.telemetry import say, write_json
+from specjax.telemetry import say
 
-CONFIG, SCHEMA_VERSION = "config.json", 1
 LM_HEAD, TOKEN_MAP = "lm_heads.0.weight", "token_map"
 _DEFAULT_RANKS = 10
 
@@ -68,8 +66,7 @@ _OWN = _Layout("model.safetensors", "blocks.{}.layers.{}", "num_heads", "num_hid
 def save_draft(folder: str | Path, draft: MedusaDraft) -> None:
     """Write the draft in the layout that fits it: vLLM's with a draft vocabulary, Medusa's version 2 without.
 
-    All is written beside first; while the files are moved into place the folder has no config, so that weights and
-    config of two saves never meet. Raises ValueError if the draft contradicts itself, OSError if it cannot be written.
+    Raises ValueError if the draft contradicts itself, OSError if it cannot be written.
     """
     folder = Path(folder).expanduser()
     if (draft.lm_head is None) != (draft.token_ids is None):
@@ -78,18 +75,7 @@ def save_draft(folder: str | Path, draft: MedusaDraft) -> None:
         _check_token_ids(draft.token_ids, draft.target["vocab_size"], "the draft to save")
     _check_calibration(draft, "the draft to save")
     layout = _SHARED if draft.token_ids is None else _OWN
-    fresh_weights, fresh_config = folder / f".{layout.file}", folder / f".{CONFIG}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(_tensors(draft, layout), fresh_weights, metadata={"format": "pt"})
-        os.chmod(fresh_weights, 0o644)  # safetensors' own files are for the user alone
-        write_json(fresh_config, _config(draft, layout))
-    except (OSError, SafetensorError) as error:
-        fresh_weights.unlink(missing_ok=True)
-        raise OSError(f"draft {folder} could not be written ({error}); make room there and save again") from error
-    (folder / CONFIG).unlink(missing_ok=True)
-    os.replace(fresh_weights, folder / layout.file)
-    os.replace(fresh_config, folder / CONFIG)
+    draft_files.write(folder, layout.file, _tensors(draft, layout), _config(draft, layout))
     (folder / (_OWN if layout is _SHARED else _SHARED).file).unlink(missing_ok=True)
 
 
@@ -100,7 +86,7 @@ def _tensors(draft: MedusaDraft, layout: _Layout) -> dict[str, np.ndarray]:
         tensors |= {f"{name}.weight": draft.weight[i, j], f"{name}.bias": draft.bias[i, j]}
     if layout is _OWN:
         tensors |= {LM_HEAD: draft.lm_head, TOKEN_MAP: draft.token_ids.astype(np.int64)}  # torch indexes with int64
-    return {name: np.ascontiguousarray(value) for name, value in tensors.items()}
+    return tensors
 
 
 def _config(draft: MedusaDraft, layout: _Layout) -> dict:
@@ -164,33 +150,16 @@ def load_draft(folder: str | Path) -> MedusaDraft:
     return draft
 
 
-def locate(folder: str | Path) -> Path:
-    """The folder of a draft, which may be the one called `draft` in a training work directory. Raises
-    FileNotFoundError if there is none."""
-    folder = Path(folder).expanduser()
-    folder = folder / "draft" if (folder / "draft").is_dir() else folder
-    if not folder.is_dir():
-        raise FileNotFoundError(f"draft {folder} does not exist; give a folder that training wrote")
-    return folder
-
-
 def _read(path: Path) -> dict[str, np.ndarray]:
     """All tensors of a file; heads that each have a vocabulary matrix are refused."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; a draft needs it, pickled weights (.pt, .bin) are never loaded")
-    try:
-        stored = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or damaged ({error}); download or train it again") from error
-    tensors = {name.removeprefix("medusa_heads."): value for name, value in stored.items()}
+    tensors = {name.removeprefix("medusa_heads."): value for name, value in read_tensors(path).items()}
     for name, value in tensors.items():
         if re.fullmatch(r"\d+\.\d+\.weight|lm_heads\.[1-9]\d*\.weight", name):
             raise ValueError(
                 f"{path} holds a vocabulary matrix for each head ({name}), which is not supported; "
                 "use heads that share one lm_head, such as specjax trains"
             )
-        if name != TOKEN_MAP and value.dtype.name not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"{path}: tensor {name} has type {value.dtype}; use float32, float16 or bfloat16")
+        check_float(path, name, value, (TOKEN_MAP,))
     return tensors
 
 

@@ -5,24 +5,20 @@ EAGLE-3   SafeAILab, SpecForge: midlayer.*, fc, norm, lm_head, d2t, t2d; this is
 EAGLE-1   layers.0.* without an input norm, fc over [embedding, state]; the LM head is the target's
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
 
-from specjax.loading.drafts import locate
+from specjax.loading import draft_files
+from specjax.loading.draft_files import CONFIG, SCHEMA_VERSION, check_float, locate, read_tensors
 from specjax.loading.huggingface import SINGLE, read_json
 from specjax.loading.target import Part, decoder_layer, whole
 from specjax.models.config import from_hf
 from specjax.models.eagle import EagleConfig
-from specjax.telemetry import write_json
 
-CONFIG, SCHEMA_VERSION = "config.json", 1
 LAYER = "midlayer."
 EMBED, LM_HEAD, OFFSETS, KEPT = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
 # What a layer's shapes and constants are read from; the rest of its config is about training or serving.
@@ -124,10 +120,8 @@ def parts(config: EagleConfig) -> dict[tuple, tuple[Part, ...]]:
 
 
 def save_eagle(folder: str | Path, draft: EagleDraft) -> None:
-    """Write the draft in the midlayer layout. All is written beside first; while the files are moved into place the
-    folder has no config. Raises OSError if it cannot be written."""
-    folder = Path(folder).expanduser()
-    tensors = {name: np.ascontiguousarray(value) for name, value in draft.tensors.items()}
+    """Write the draft in the midlayer layout. Raises OSError if it cannot be written."""
+    folder, tensors = Path(folder).expanduser(), dict(draft.tensors)
     vocab_size = draft.config.layer.vocab_size
     if draft.embedding is not None:
         tensors[EMBED] = draft.embedding
@@ -135,18 +129,7 @@ def save_eagle(folder: str | Path, draft: EagleDraft) -> None:
         kept = np.zeros(vocab_size, bool)
         kept[draft.token_ids] = True
         tensors |= {OFFSETS: draft.token_ids.astype(np.int64) - np.arange(len(draft.token_ids)), KEPT: kept}
-    weights, config = folder / f".{SINGLE}", folder / f".{CONFIG}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, weights, metadata={"format": "pt"})
-        os.chmod(weights, 0o644)  # safetensors' own files are for the user alone
-        write_json(config, _as_json(draft))
-    except (OSError, SafetensorError) as error:
-        weights.unlink(missing_ok=True)
-        raise OSError(f"draft {folder} could not be written ({error}); make room there and save again") from error
-    (folder / CONFIG).unlink(missing_ok=True)
-    os.replace(weights, folder / SINGLE)
-    os.replace(config, folder / CONFIG)
+    draft_files.write(folder, SINGLE, tensors, _as_json(draft))
 
 
 def _as_json(draft: EagleDraft) -> dict[str, Any]:
@@ -185,20 +168,13 @@ def _as_json(draft: EagleDraft) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     """All tensors of a file by their names in the midlayer layout."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing; a draft needs it, pickled weights (.pt, .bin) are never loaded")
-    try:
-        stored = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or damaged ({error}); download or train it again") from error
     tensors = {}
-    for name, value in stored.items():
+    for name, value in read_tensors(path).items():
         name = name.removeprefix("model.")
         name = LAYER + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
         if name in _REFUSED:
             raise ValueError(f"{path} has {name}: {_REFUSED[name]} is not supported")
-        if name not in (OFFSETS, KEPT) and value.dtype.name not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"{path}: tensor {name} has type {value.dtype}; use float32, float16 or bfloat16")
+        check_float(path, name, value, (OFFSETS, KEPT))
         tensors[name] = value
     return tensors
 
