@@ -22,6 +22,7 @@ from train_drafts.tasks import Medusa
 def get_config():
     config = ConfigDict(
         {
+            "method": "medusa",
             "setup": smollm2.get_config(),
             "task": from_dataclass(Medusa),
             "optimizer": from_dataclass(Optimizer),

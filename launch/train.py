@@ -1,7 +1,7 @@
 """Train a draft for a target on text that the target wrote, and leave it where the other scripts can use it.
 
     python -m launch.train --config=configs/medusa.py --target=HF_DIR --data=data --workdir=runs/medusa
-    python -m launch.train --config=configs/medusa.py --data=data --workdir=runs/medusa --config.training.epochs=5
+    python -m launch.train --config=configs/eagle.py --data=data --workdir=runs/eagle --config.training.epochs=5
 
 --data: a folder that launch.distill wrote, or a JSONL file of conversations (OpenAI messages, ShareGPT). The same
 command again goes on where it was stopped; another configuration needs another --workdir.
@@ -16,7 +16,7 @@ from launch import common
 from specjax.telemetry import say
 from train_drafts import loop
 from train_drafts.step import Optimizer
-from train_drafts.tasks import Medusa
+from train_drafts.tasks import TASKS
 
 flags.adopt_module_key_flags(common)
 DATA = flags.DEFINE_string("data", None, "Folder of launch.distill, or a file of conversations.", required=True)
@@ -26,19 +26,20 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run: checkpoints, 
 def run() -> None:
     config, workdir = common.CONFIG.value, Path(WORKDIR.value)
     if "task" not in config:
-        raise ValueError("this config trains nothing; give --config=configs/medusa.py or one like it")
-    task, optimizer = Medusa(**config.task), Optimizer(**config.optimizer)
+        raise ValueError("this config trains nothing; give --config=configs/medusa.py or configs/eagle.py")
+    task, optimizer = TASKS[config.method](**config.task), Optimizer(**config.optimizer)
     training = loop.Training(**config.training)
     common.check_writable(workdir / "config.json")
     setup = common.setup(config.setup)
     engine = setup.open()
     say(common.device_line(engine))
-    draft, last = loop.run(engine, task, optimizer, training, Path(DATA.value), workdir)
+    _, last = loop.run(engine, task, optimizer, training, Path(DATA.value), workdir)
     print(last.line())
-    print(f"written: {workdir / 'draft'} (a tree of {draft.nodes} nodes by default)")
+    print("written:", workdir / "draft")
     print("see:", shlex.join(["tensorboard", "--logdir", str(workdir)]))
     bench = ["python", "-m", "launch.bench", "--config=configs/bench.py", *common.flags_of(setup)]
-    print("next:", shlex.join([*bench, f"--methods=eager,medusa={workdir}", "--workloads=all", "--out=runs/bench"]))
+    compared = f"--methods=eager,{config.method}={workdir}"
+    print("next:", shlex.join([*bench, compared, "--workloads=all", "--out=runs/bench"]))
 
 
 if __name__ == "__main__":

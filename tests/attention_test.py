@@ -5,9 +5,16 @@ import numpy as np
 import pytest
 
 from specjax.models.attention import attend
+from specjax.sharding import make_mesh
 
 ROWS, NODES, KEYS, HEADS, GROUPS, SIZE, SLOTS = 4, 5, 7, 2, 3, 8, 12
 LENGTH = np.array([0, 1, 7, 12])
+
+
+@pytest.fixture(autouse=True)
+def one_device():
+    with jax.set_mesh(make_mesh()):
+        yield
 
 
 def inputs(dtype=np.float32):

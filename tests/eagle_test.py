@@ -123,11 +123,14 @@ def save(folder: Path, variant: Variant, seed: int = 0) -> Path:
 
 
 class Reference:
-    """The layer in numpy, in float64, over all pairs of a text again for every token: no cache, no tree."""
+    """The layer in numpy, in float64, over all pairs of a text again for every token: no cache, no tree.
 
-    def __init__(self, variant: Variant, seed: int = 0):
-        self.variant, self.target = variant, tensors(FIELDS)
-        self.table = {name: value.astype(np.float64) for name, value in weights(variant, seed).items()}
+    `table`: its tensors; `shape`: its query and kv heads and their size; `theta`: of its rotary positions.
+    """
+
+    def __init__(self, variant: Variant, table=None, shape=(HEADS, KV, SIZE), theta: float = 5000.0):
+        self.variant, self.target, self.shape, self.theta = variant, tensors(FIELDS), shape, theta
+        self.table = {name: value.astype(np.float64) for name, value in (table or weights(variant)).items()}
         self.embed = self.table.get("embed_tokens.weight", self.target["model.embed_tokens.weight"].astype(np.float64))
 
     def norm(self, x, name):
@@ -146,6 +149,7 @@ class Reference:
     def outputs(self, following: list[int], hidden: np.ndarray) -> np.ndarray:
         """The layer over pairs: following [T] tokens, hidden [T, W] -> [T, W]."""
         t, length, embedded = self.table, len(following), self.embed[following]
+        query_heads, kv_heads, size = self.shape
         if self.variant.states:
             normed = self.norm(hidden, "midlayer.hidden_norm")
             x = np.concatenate([self.norm(embedded, "midlayer.input_layernorm"), normed], axis=-1)
@@ -153,20 +157,20 @@ class Reference:
         else:
             x = np.concatenate([embedded, hidden], axis=-1) @ t["fc.weight"].T + t.get("fc.bias", 0)
             residual = x
-        angles = np.arange(length)[:, None] * 5000.0 ** -(np.arange(0, SIZE, 2) / SIZE)
+        angles = np.arange(length)[:, None] * self.theta ** -(np.arange(0, size, 2) / size)
         cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
 
         def heads(name, count):
-            y = (x @ t[f"midlayer.self_attn.{name}_proj.weight"].T).reshape(length, count, SIZE)
+            y = (x @ t[f"midlayer.self_attn.{name}_proj.weight"].T).reshape(length, count, size)
             a, b = np.split(y, 2, axis=-1)
             return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1) if name != "v" else y
 
-        q, k, v = heads("q", HEADS), heads("k", KV), heads("v", KV)
-        scores = np.einsum("qnh,knh->nqk", q, np.repeat(k, HEADS // KV, axis=1)) * SIZE**-0.5
+        q, k, v = heads("q", query_heads), heads("k", kv_heads), heads("v", kv_heads)
+        scores = np.einsum("qnh,knh->nqk", q, np.repeat(k, query_heads // kv_heads, axis=1)) * size**-0.5
         scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
         shares = np.exp(scores - scores.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)
-        y = np.einsum("nqk,knh->qnh", shares, np.repeat(v, HEADS // KV, axis=1)).reshape(length, -1)
+        y = np.einsum("nqk,knh->qnh", shares, np.repeat(v, query_heads // kv_heads, axis=1)).reshape(length, -1)
         y = residual + y @ t["midlayer.self_attn.o_proj.weight"].T
         h = self.norm(y, "midlayer.post_attention_layernorm")
         gate, up = (h @ t[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))

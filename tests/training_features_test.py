@@ -1,4 +1,4 @@
-"""Hidden states on disk are those that a step computes, and are trusted as far as they were written."""
+"""States on disk are those that a step computes, and are trusted as far as they were written."""
 
 import errno
 import json
@@ -8,8 +8,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from medusa_test import normed_states
-from scripted import FIELDS, MESHES, target
+from scripted import FIELDS, MESHES, states, target, tensors
 
 from train_drafts import features, loop, packing, step
 from train_drafts.data import Example
@@ -17,8 +16,10 @@ from train_drafts.features import FeatureBatches, build, trim
 from train_drafts.loop import Training
 from train_drafts.material import Material
 from train_drafts.packing import Batches
+from train_drafts.tasks import Medusa
 
 IDENTITY = {"target": "tiny"}
+TAPS = (1, FIELDS["num_hidden_layers"])
 
 
 def examples(count: int = 12) -> list[Example]:
@@ -41,8 +42,8 @@ def planned(sequences: list[Example], accumulate: int = 1) -> packing.Plan:
     )
 
 
-def kept(folder: Path, mesh: str = "") -> np.ndarray:
-    return build(folder, target(mesh), EXAMPLES, planned(EXAMPLES), IDENTITY)
+def kept(folder: Path, mesh: str = "", spans: bool = True) -> np.ndarray:
+    return build(folder, target(mesh), EXAMPLES, planned(EXAMPLES), TAPS, IDENTITY, spans=spans)
 
 
 @pytest.fixture(scope="module")
@@ -72,30 +73,35 @@ def limited(folder: Path, limit: int | None = None) -> int:
     return len(taken)
 
 
-def test_batches_carry_the_hidden_states_of_their_own_tokens(whole):
-    spans = trim(EXAMPLES)
-    assert all(span.mask[:2].tolist() == [False, True] for span in spans)
+@pytest.mark.parametrize("trimmed", [True, False])
+def test_batches_carry_the_states_of_their_own_tokens(whole, trimmed, tmp_path):
+    spans = trim(EXAMPLES) if trimmed else EXAMPLES
+    features = whole[0] if trimmed else kept(tmp_path, spans=False)
+    assert not trimmed or all(span.mask[:2].tolist() == [False, True] for span in spans)
     assert [span.mask.sum() for span in spans] == [example.mask.sum() for example in EXAMPLES]
-    source = FeatureBatches(Batches(spans, planned(spans, accumulate=2)), whole[0], spans)
-    reference = [normed_states(example.ids.tolist())[-len(span.ids) :] for example, span in zip(EXAMPLES, spans)]
+    source = FeatureBatches(Batches(spans, planned(spans, accumulate=2)), features, spans)
+    reference = []
+    for example, span in zip(EXAMPLES, spans):
+        found = states(FIELDS, tensors(FIELDS), example.ids.tolist())
+        reference.append(np.stack([found[tap] for tap in TAPS], axis=1)[-len(span.ids) :])
     seen = 0
     for number in range(len(source)):
-        batch, hidden = source[number]
-        assert hidden.dtype == ml_dtypes.bfloat16 and hidden.shape == (*batch.tokens.shape, FIELDS["hidden_size"])
+        batch, held = source[number]
+        assert held.dtype == ml_dtypes.bfloat16 and held.shape == (*batch.tokens.shape, 2, FIELDS["hidden_size"])
         for place in zip(*np.nonzero(batch.example >= 0)):
             want = reference[batch.example[place]][batch.position[place]]
-            np.testing.assert_allclose(hidden[place].astype(np.float64), want, rtol=2**-8, atol=2e-3)
+            np.testing.assert_allclose(held[place].astype(np.float64), want, rtol=2**-8, atol=2e-3)
             seen += 1
-        assert not hidden[batch.example < 0].any()
-    assert seen == len(whole[0]) == sum(len(span.ids) for span in spans)
+        assert not held[batch.example < 0].any()
+    assert seen == len(features) == sum(len(span.ids) for span in spans)
 
 
 def test_a_run_keeps_all_of_them_whatever_it_accumulates(whole, tmp_path):
     training = Training(max_tokens=32, rows=(32,), tokens_per_batch=32, accumulate=2, epochs=2, features=True)
-    source, plan = loop.read(target(), training, Material(EXAMPLES, [], None, None, ""), tmp_path, IDENTITY)
+    source, plan = loop.read(target(), Medusa(), training, Material(EXAMPLES, [], None, None, ""), tmp_path, IDENTITY)
     assert len(source) == len(plan.steps) and plan.steps[-1].epoch == 1 and source[0][1].shape[0] == 2
     stored = np.fromfile(tmp_path / "features" / "features.bin", ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(stored.reshape(whole[0].shape), whole[0])
+    np.testing.assert_array_equal(stored.reshape(whole[0][:, -1].shape), whole[0][:, -1])
 
 
 def test_a_mesh_keeps_the_same(whole, tmp_path):
@@ -114,7 +120,7 @@ def test_the_size_is_said_before_and_is_the_files(tmp_path, capfd, monkeypatch):
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(OSError, match=r"features.bin needs 3\d\d MiB \(No space left on device\); make room"):
-        build(tmp_path, Large, EXAMPLES, planned(EXAMPLES), IDENTITY)
+        build(tmp_path, Large, EXAMPLES, planned(EXAMPLES), (0,), IDENTITY, spans=True)
     said = float(capfd.readouterr().err.split("numbers, ")[1].split(" MiB")[0].replace(",", ""))
     assert said == pytest.approx(sum(len(span.ids) for span in trim(EXAMPLES)) * 2, rel=0.01)
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
 """How good a draft is: the ranks of the right tokens on held-out text, and tokens per cycle on the served path."""
 
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -16,60 +17,54 @@ from specjax.bench.timing import pooled
 from specjax.decode.engine import Engine, spread
 from specjax.decode.request import GenerationStats, Sampling
 from specjax.decode.target import Target
-from specjax.drafters.medusa import from_draft
-from specjax.loading.drafts import MedusaDraft
 from specjax.trees import Path
 from specjax.verify.target_first import TargetFirst
 from train_drafts.data import Example
 from train_drafts.packing import Batches, plan
 from train_drafts.step import in_dtype, packed_pass, place
 
-RANKS, PATHS = 10, 63  # what a draft records of its calibration: ranks of each head, and nodes of the largest tree
+RANKS, PATHS = 10, 63  # what a calibration records: candidates of each guess, and nodes of the largest static tree
 ROUND = 64  # held-out rows are multiples of it, so that they can be taken in chunks
 LONGEST = 512  # tokens of a prompt that is served in an evaluation
 TIMINGS = 9  # of a draft
-SHAPES: dict[str, tuple[Path, ...]] = {  # fixed, so that curves compare and nothing compiles again during training
-    "chain": ((0,), (0, 0), (0, 0, 0)),
-    "tree": ((0,), (1,), (0, 0), (2,), (0, 1), (1, 0), (0, 0, 0)),
-}
 
 
 class HeldOut:
-    """Held-out text and the target's hidden states of it, computed once."""
+    """Held-out text and the target's states of it, computed once."""
 
-    def __init__(self, task, target: Target, graph: nnx.GraphDef, examples: Sequence[Example], draft_ids):
+    def __init__(self, task, target: Target, graph: nnx.GraphDef, examples: Sequence[Example], vocabulary):
         lengths = [len(example.ids) for example in examples]
         longest = -(-max(lengths) // ROUND) * ROUND
         ladder = sorted({min(512, longest), longest})
         single = plan(lengths, tokens_per_batch=1, ladder=ladder, seed=0, epochs=1, row_multiple=1)
         batches = Batches(examples, single)
-        forward = packed_pass(target)
+        forward = packed_pass(target, task.taps(target.config))
 
-        def ranks(leaves, params, draft_ids, batch, hidden):
-            heads = in_dtype(graph, params, target.dtype)
-            labels, taught = task.labels(batch, draft_ids)
-            return task.ranks(heads, target.module(leaves), hidden, labels), taught
+        def ranks(leaves, params, vocabulary, batch, states):
+            draft = in_dtype(graph, params, target.dtype)
+            labels, taught = task.labels(batch, vocabulary[1])
+            return task.ranks(draft, target.module(leaves), batch, states, labels), taught
 
-        self._target, self._draft_ids, self._ranks, self._held = target, draft_ids, jax.jit(ranks), []
+        self._target, self._vocabulary, self._ranks, self._held = target, vocabulary, jax.jit(ranks), []
         for number in range(len(batches)):
             batch = jax.tree.map(lambda x: x[0], batches[number])
             with jax.set_mesh(target.mesh):
                 self._held.append((place(target, batch, axis=0), forward(batch)))
 
     def ranks(self, params: nnx.State) -> np.ndarray:
-        """Rank of the right token under each head wherever the first head is taught: [n, heads]; a number beyond any
+        """Rank of the right token at each guess wherever the first one is taught: [n, guesses]; a number beyond any
         rank where the text has ended or the draft cannot say the token."""
         found = []
-        for batch, hidden in self._held:
+        for batch, states in self._held:
             with jax.set_mesh(self._target.mesh):
-                ranks, taught = self._ranks(self._target.leaves, params, self._draft_ids, batch, hidden)
+                ranks, taught = self._ranks(self._target.leaves, params, self._vocabulary, batch, states)
             taught = np.asarray(taught)
             found.append(np.where(taught, np.asarray(ranks), np.iinfo(np.int32).max)[taught[..., 0]])
         return np.concatenate(found)
 
 
 def accuracy(ranks: np.ndarray) -> np.ndarray:
-    """ranks [n, heads] -> how often each head's guess of each rank is right [heads, RANKS]."""
+    """ranks [n, guesses] -> how often the candidate of each rank is the right one [guesses, RANKS]."""
     return np.stack([(ranks == rank).mean(0) for rank in range(RANKS)], axis=1)
 
 
@@ -110,9 +105,9 @@ class Evaluation:
 
     def line(self) -> str:
         """The evaluation in one sentence."""
-        heads = ", ".join(f"{share:.3f}" for share in self.accuracy[:, 0])
+        guesses = ", ".join(f"{share:.3f}" for share in self.accuracy[:, 0])
         served = ", ".join(f"{name} {served.stats.tokens_per_cycle:.2f}" for name, served in self.served.items())
-        return f"step {self.step}: held-out accuracy by head {heads}; tokens per cycle: {served}"
+        return f"step {self.step}: held-out accuracy by guess {guesses}; tokens per cycle: {served}"
 
 
 class Evaluator:
@@ -124,12 +119,12 @@ class Evaluator:
 
     def __init__(self, engine: Engine, trainer, material, prompts: int, new_tokens: int):
         self.engine, self._trainer, self._material = engine, trainer, material
-        self._held = HeldOut(trainer.task, engine.target, trainer.graph, material.held, trainer.vocabulary[1])
+        self._held = HeldOut(trainer.task, engine.target, trainer.graph, material.held, trainer.vocabulary)
         asked = (example.ids[: int(np.argmax(example.mask))].tolist() for example in material.held)
         self._prompts = [ids for ids in asked if 0 < len(ids) <= LONGEST and len(ids) < engine.max_context][:prompts]
         if not self._prompts:
             raise ValueError(f"no held-out prompt has {LONGEST} tokens or fewer; give data with shorter prompts too")
-        self._new_tokens, self._engines, self._draft_ms = new_tokens, {}, None
+        self._new_tokens, self._engines, self._draft_ms = new_tokens, {}, {}
 
     def __call__(self, params: nnx.State, step: int, tokens: int) -> Evaluation:
         """Evaluate `params` after `step` steps on `tokens` supervised tokens."""
@@ -137,13 +132,12 @@ class Evaluator:
         paths, frequency = trees.ranked(np.minimum(ranks, PATHS), PATHS)
         if not paths:  # nothing was right, yet a draft has a tree
             paths, frequency = trees.chain(1), np.zeros(1)
-        draft, served = self.draft(params), {}
-        for name, shape in SHAPES.items():
-            for temperature in (0.0, 1.0):
-                served[f"{name}_T{temperature:g}"] = self._serve(draft, shape, temperature)
+        self._load(self.draft(params))
+        shapes = itertools.product(self._engines, (0.0, 1.0))
+        served = {f"{shape}_T{temperature:g}": self._serve(shape, temperature) for shape, temperature in shapes}
         return Evaluation(step, int(tokens), accuracy(ranks), paths, frequency, served)
 
-    def draft(self, params: nnx.State) -> MedusaDraft:
+    def draft(self, params: nnx.State):
         """The draft of `params`, not calibrated."""
         engine, target = self.engine, self.engine.target
         about = {
@@ -157,28 +151,26 @@ class Evaluator:
             "template_args": engine.template_args,
             "training": {"data": self._material.fingerprint, "examples": len(self._material.train)},
         }
-        return self._trainer.task.export(params, self._material.token_ids, about)
+        return self._trainer.task.export(params, self._material.token_ids, target, about)
 
-    def draft_ms(self, draft: MedusaDraft) -> float:
-        """Milliseconds that one draft takes for one row, measured the first time it is asked."""
-        if self._draft_ms is None:
-            largest = max(SHAPES.values(), key=len)
-            job = draft_job(self._serving(draft, largest), 1, self.engine.buckets[0])
+    def draft_ms(self, shape: str) -> float:
+        """Milliseconds that one draft of that shape takes for one row, measured the first time it is asked; after an
+        evaluation."""
+        if shape not in self._draft_ms:
+            job = draft_job(self._engines[shape], 1, self.engine.buckets[0])
             job.seconds()
-            self._draft_ms = 1e3 * statistics.median(job.seconds() for _ in range(TIMINGS))
-        return self._draft_ms
+            self._draft_ms[shape] = 1e3 * statistics.median(job.seconds() for _ in range(TIMINGS))
+        return self._draft_ms[shape]
 
-    def _serving(self, draft: MedusaDraft, shape: tuple[Path, ...]) -> Engine:
-        """The engine that serves `draft` in that shape, as far as its heads reach."""
-        fitting = tuple(path for path in shape if len(path) <= len(draft.weight))
-        drafter = from_draft(draft, fitting, self.engine.target)
-        if fitting not in self._engines:
-            self._engines[fitting] = self.engine.with_method((drafter, TargetFirst(drafter.depth)))
-        self._engines[fitting].replace_drafter(drafter)
-        return self._engines[fitting]
+    def _load(self, draft) -> None:
+        """Let the engines of all shapes serve `draft`."""
+        for shape, drafter in self._trainer.task.drafters(draft, self.engine.target).items():
+            if shape not in self._engines:
+                self._engines[shape] = self.engine.with_method((drafter, TargetFirst(drafter.depth)))
+            self._engines[shape].replace_drafter(drafter)
 
-    def _serve(self, draft: MedusaDraft, shape: tuple[Path, ...], temperature: float) -> Served:
-        engine, together = self._serving(draft, shape), len(self._prompts)
+    def _serve(self, shape: str, temperature: float) -> Served:
+        engine, together = self._engines[shape], len(self._prompts)
         wishes = spread(Sampling(max_new_tokens=self._new_tokens, temperature=temperature), together)
         results = engine.generate(self._prompts, wishes, batch_size=together)
         stats = before = pooled([result.stats for result in results])
@@ -190,11 +182,10 @@ class Evaluator:
             ]
             cut = engine.generate(self._prompts, shorter, batch_size=together)
             before = pooled([result.stats for result in cut])
-        return Served(stats, before, [result.text for result in results], self._speedup(draft, engine, stats))
+        return Served(stats, before, [result.text for result in results], self._speedup(shape, stats))
 
-    def _speedup(self, draft: MedusaDraft, engine: Engine, stats: GenerationStats) -> float | None:
-        costs = self.engine.costs
+    def _speedup(self, shape: str, stats: GenerationStats) -> float | None:
+        costs, blocks = self.engine.costs, self._engines[shape].drafter.blocks
         if costs is None:
             return None
-        block = engine.drafter.blocks[-1]
-        return stats.tokens_per_cycle / costs.break_even(block, 1, costs.contexts[0], self.draft_ms(draft))
+        return stats.tokens_per_cycle / costs.break_even(blocks[-1], 1, costs.contexts[0], self.draft_ms(shape))

@@ -1,10 +1,10 @@
-"""The target's hidden states of the training text, kept on disk for several epochs.
+"""The target's states of the training text, kept on disk for several epochs.
 
-Without it every epoch runs the frozen target again, which is most of the work of a step. Only the spans that
-are trained on are kept: from the token before the first answer to the end.
+Without it every epoch runs the frozen target again, which is most of the work of a step. For a task that does not look
+at what stands before the answers, only the spans from the token before the first answer on are kept.
 
-example   p p p p p a a a a a u u a a a        features.bin    bfloat16 [tokens kept, D], one example after another
-                  ^ kept ...............       features.json   what they are of, and how many batches are done
+example   p p p p p a a a a a u u a a a        features.bin   bfloat16 [tokens kept, taps, D], example by example
+                  ^ kept ...............       features.json  what they are of, and how many batches are done
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ def trim(examples: Sequence[Example]) -> list[Example]:
 
 
 class FeatureBatches:
-    """`Batches` with the hidden states of their tokens: `[i]` -> (Batch, bfloat16 [A, R, T, D]), or (Batch, None) where
-    none are kept. `features`: those of `build`, `examples`: what `trim` left."""
+    """`Batches` with the target's states of their tokens: `[i]` -> (Batch, bfloat16 [A, R, T, taps, D]), or
+    (Batch, None) where none are kept. `features`: those of `build` for these `examples`."""
 
     def __init__(self, batches: Batches, features: np.ndarray | None = None, examples: Sequence[Example] = ()):
         self._batches, self._features = batches, features
@@ -52,26 +52,35 @@ class FeatureBatches:
         if self._features is None:
             return batch, None
         held = batch.example >= 0
-        hidden = np.zeros((*batch.tokens.shape, self._features.shape[1]), ml_dtypes.bfloat16)
-        hidden[held] = self._features[self._offset[batch.example[held]] + batch.position[held]]
-        return batch, hidden
+        states = np.zeros((*batch.tokens.shape, *self._features.shape[1:]), ml_dtypes.bfloat16)
+        states[held] = self._features[self._offset[batch.example[held]] + batch.position[held]]
+        return batch, states
 
 
 def build(
-    folder: Path, target: Target, examples: Sequence[Example], plan: Plan, identity: Mapping[str, Any]
+    folder: Path,
+    target: Target,
+    examples: Sequence[Example],
+    plan: Plan,
+    taps: tuple[int, ...],
+    identity: Mapping[str, Any],
+    *,
+    spans: bool,
 ) -> np.ndarray:
-    """Run the target over all `examples`, batch by batch of `plan` (one epoch, nothing accumulated), and keep the
-    spans of `trim`.
+    """Run the target over all `examples`, batch by batch of `plan` (one epoch, nothing accumulated), and keep its
+    states `taps` of all tokens, or of the `spans` of `trim` only.
 
     Goes on from where an earlier run of the same `identity` was stopped.
-    Returns the features, memory-mapped. Raises OSError if there is no room for them.
+    Returns the features [tokens, taps, D], memory-mapped. Raises OSError if there is no room for them.
     """
-    width = target.config.width
-    starts = np.array([_start(example) for example in examples])
+    width, identity = target.config.width, {**identity, "taps": list(taps), "spans": spans}
+    starts = np.array([_start(example) if spans else 0 for example in examples])
     offset = np.concatenate([[0], np.cumsum([len(e.ids) - start for e, start in zip(examples, starts)])])
     path, note = folder / "features.bin", folder / "features.json"
-    size = int(offset[-1]) * width * 2
-    say(f"feature cache: {offset[-1]:,} tokens of {width} bfloat16 numbers, {size / 2**20:,.0f} MiB in {path}")
+    shape = (int(offset[-1]), len(taps), width)
+    size = int(np.prod(shape)) * 2
+    numbers = f"{len(taps)} x {width} bfloat16 numbers"
+    say(f"feature cache: {shape[0]:,} tokens of {numbers}, {size / 2**20:,.0f} MiB in {path}")
     folder.mkdir(parents=True, exist_ok=True)
     done = 0
     if path.exists() and note.exists():
@@ -80,21 +89,21 @@ def build(
     if done == 0:
         note.unlink(missing_ok=True)  # an older one must not vouch for a file that is empty again
         _reserve(path, size)
-    features = np.memmap(path, ml_dtypes.bfloat16, "r+", shape=(int(offset[-1]), width))
+    features = np.memmap(path, ml_dtypes.bfloat16, "r+", shape=shape)
     batches = Batches(examples, plan)
-    forward = packed_pass(target)
+    forward = packed_pass(target, taps)
     with progress_bar("features", done, len(batches), "batch") as bar:
         for number in range(done, len(batches)):
             batch = jax.tree.map(lambda x: x[0], batches[number])
-            hidden = np.asarray(forward(batch))
+            states = np.asarray(forward(batch))
             held = batch.example >= 0
             start = starts[batch.example]
             held &= batch.position >= start
             places = offset[batch.example] + batch.position - start
-            features[places[held]] = hidden[: len(held)][held].astype(ml_dtypes.bfloat16)
+            features[places[held]] = states[: len(held)][held].astype(ml_dtypes.bfloat16)
             if (number + 1) % _FLUSH == 0 or number + 1 == len(batches):
                 features.flush()
-                write_json(note, {"identity": dict(identity), "batches": number + 1})
+                write_json(note, {"identity": identity, "batches": number + 1})
             bar.update()
     return features
 

@@ -2,7 +2,7 @@
 
 WORKDIR/config.json                  what the run is made of
 WORKDIR/checkpoints/                 parameters, moments, step (orbax)
-WORKDIR/features/                    the target's hidden states, where they are kept
+WORKDIR/features/                    the target's states, where they are kept
 WORKDIR/tensorboard/                 scalars and example texts
 WORKDIR/results.json, training.png   every evaluation
 WORKDIR/draft/                       the finished draft
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 
 from specjax import methods
 from specjax.checkpoints import Checkpoints
 from specjax.decode.engine import Engine
 from specjax.decode.target import Target
-from specjax.loading.drafts import MedusaDraft, save_draft
+from specjax.loading.drafts import MedusaDraft
+from specjax.loading.eagle import EagleDraft
 from specjax.telemetry import progress_bar, say, summary_writer, write_json
 from train_drafts import data, packing
 from train_drafts.evaluate import Evaluation, Evaluator
@@ -40,7 +40,7 @@ class Training:
 
     `max_tokens`: longer texts are cut; `rows`: lengths that a packed row may have; `tokens_per_batch`, `accumulate`:
     places of a batch, batches of a step; `epochs`, `max_steps` (0: all of them): the end; `holdout`: examples kept for
-    evaluation; `features`: keep the target's hidden states on disk, so that only the first epoch runs the target.
+    evaluation; `features`: keep the target's states on disk, so that only the first epoch runs the target.
     `log_every`, `checkpoint_every`, `evaluate_every` (0: at the end only): steps. An evaluation serves `prompts`
     held-out prompts for `new_tokens` tokens each. `nodes`: the draft's default tree where no cost table chooses.
     """
@@ -82,7 +82,7 @@ def run(
     training: Training,
     path: Path,
     workdir: Path,
-) -> tuple[MedusaDraft, Evaluation]:
+) -> tuple[MedusaDraft | EagleDraft, Evaluation]:
     """Train `task` for the engine's target on the text in `path`: the draft, also in workdir/draft, and how it serves.
 
     The engine's cost table, where it has one, chooses the draft's default tree. Raises ValueError or OSError in one
@@ -98,7 +98,7 @@ def run(
     )
     made_of = identity(engine, task, optimizer, training, material)
     check_same(workdir / "config.json", made_of, settings(engine, training))
-    batches, plan = read(engine.target, training, material, workdir, made_of)
+    batches, plan = read(engine.target, task, training, material, workdir, made_of)
     steps = min(training.max_steps or len(batches), len(batches))
     say(f"{steps} steps of {training.accumulate} x {training.tokens_per_batch} places, {plan.fill:.0%} of them text")
     trainer = Trainer(engine.target, task, material, optimizer, steps)
@@ -120,8 +120,11 @@ def run(
                     record.evaluation(evaluator(state.params, done, seen[done]))
             last = evaluator(state.params, steps, seen[steps])
             record.evaluation(last)
-    draft = finished(evaluator, state.params, last, training.nodes)
-    save_draft(workdir / "draft", draft)
+    draft = evaluator.draft(state.params)
+    draft = dataclasses.replace(draft, training={**draft.training, "evaluation": last.as_json()})
+    if isinstance(draft, MedusaDraft):
+        draft = with_tree(draft, evaluator, last, training.nodes)
+    task.save(workdir / "draft", draft)
     return draft, last
 
 
@@ -165,8 +168,8 @@ def check_same(path: Path, made_of: Mapping[str, Any], now: Mapping[str, Any]) -
             say(f"changed since the run began: {name} from {before['settings'].get(name)!r} to {value!r}")
 
 
-def read(target: Target, training: Training, material: Material, workdir: Path, made_of: Mapping[str, Any]):
-    """The run's batches, as a random-access source of (Batch, hidden states or None), and their plan."""
+def read(target: Target, task, training: Training, material: Material, workdir: Path, made_of: Mapping[str, Any]):
+    """The run's batches, as a random-access source of (Batch, target states or None), and their plan."""
 
     def planned(examples: Sequence[data.Example], epochs: int, accumulate: int) -> packing.Plan:
         return packing.plan(
@@ -183,27 +186,20 @@ def read(target: Target, training: Training, material: Material, workdir: Path, 
         plan = planned(material.train, training.epochs, training.accumulate)
         return FeatureBatches(packing.Batches(material.train, plan)), plan
     text = {name: value for name, value in made_of.items() if not name.startswith(("task.", "optimizer."))}
-    kept = build(workdir / "features", target, material.train, planned(material.train, 1, 1), text)
-    spans = trim(material.train)
-    plan = planned(spans, training.epochs, training.accumulate)
-    return FeatureBatches(packing.Batches(spans, plan), kept, spans), plan
+    taps, once = task.taps(target.config), planned(material.train, 1, 1)
+    kept = build(workdir / "features", target, material.train, once, taps, text, spans=task.spans)
+    examples = trim(material.train) if task.spans else material.train
+    plan = planned(examples, training.epochs, training.accumulate)
+    return FeatureBatches(packing.Batches(examples, plan), kept, examples), plan
 
 
-def finished(evaluator: Evaluator, params: nnx.State, last: Evaluation, nodes: int) -> MedusaDraft:
+def with_tree(draft: MedusaDraft, evaluator: Evaluator, last: Evaluation, nodes: int) -> MedusaDraft:
     """The draft with what its calibration measured and the tree that is used by default: the fastest by the engine's
     cost table, else one of `nodes` nodes."""
-    draft, costs = evaluator.draft(params), evaluator.engine.costs
-    nodes = min(nodes, len(last.paths) + 1)
+    costs, nodes = evaluator.engine.costs, min(nodes, len(last.paths) + 1)
     if costs is None:
         say(f"default tree: {nodes} nodes; with --cost_table=FILE, which launch.costs writes, it is the fastest here")
     else:
-        nodes = methods.fastest_tree(last.frequency, costs, evaluator.draft_ms(draft))
+        nodes = methods.fastest_tree(last.frequency, costs, evaluator.draft_ms("tree"))
         say(f"default tree: {nodes} nodes, the fastest by the cost table")
-    return dataclasses.replace(
-        draft,
-        accuracy=last.accuracy,
-        paths=last.paths,
-        frequency=last.frequency,
-        nodes=nodes,
-        training={**draft.training, "evaluation": last.as_json()},
-    )
+    return dataclasses.replace(draft, accuracy=last.accuracy, paths=last.paths, frequency=last.frequency, nodes=nodes)

@@ -1,4 +1,4 @@
-"""One optimiser step for any task: frozen target -> hidden states -> loss and gradient -> update; state donated."""
+"""One optimiser step for any task: frozen target -> its states -> loss and gradient -> update; state donated."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from jax import lax
 
 from specjax import cache
 from specjax.decode.target import Target
-from specjax.models.layers import rms_norm
 from specjax.models.transformer import Transformer
 from specjax.sharding import spec
 from train_drafts.packing import Batch
@@ -65,8 +64,8 @@ class TrainState:
 
 @struct.dataclass
 class Metrics:
-    """Of one step: per-head `loss` (mean) and `accuracy` [heads], total `objective`, `grad_norm`, and `tokens`: the
-    places that teach the first head."""
+    """Of one step: per-guess `loss` (mean) and `accuracy` [guesses], total `objective`, `grad_norm`, and `tokens`: the
+    places that teach the first guess."""
 
     loss: jax.Array
     accuracy: jax.Array
@@ -88,20 +87,19 @@ def place(target: Target, arrays, axis: int):
     return jax.tree.map(put, arrays)
 
 
-def hidden_states(model: Transformer, batch: Batch) -> jax.Array:
-    """The target's last hidden states after its final norm, for packed rows [R, T] -> [R, T, D]."""
+def target_states(model: Transformer, batch: Batch, taps: tuple[int, ...]) -> jax.Array:
+    """The states `taps` (see `TargetOutput`) of packed rows [R, T] -> [R, T, taps, D]."""
     rows, tokens = batch.tokens.shape
     nothing = cache.empty(model.config, rows, 1, model.norm[...].dtype)
     same = batch.segment[:, :, None] == batch.segment[:, None, :]
     sees = same & jnp.tril(jnp.ones((tokens, tokens), bool))
     first = jnp.zeros_like(batch.tokens[:, :1])
-    output = model(batch.tokens, batch.position, nothing, sees, at=first, taps=(model.config.layers,))
-    return rms_norm(output.features[0], model.norm[...], model.config.norm_eps)
+    return jnp.stack(model(batch.tokens, batch.position, nothing, sees, at=first, taps=taps).features, axis=2)
 
 
-def packed_pass(target: Target) -> Callable[[Batch], jax.Array]:
-    """`hidden_states` of one packed batch of host arrays [R, T], compiled once for each shape."""
-    program = jax.jit(lambda leaves, batch: hidden_states(target.module(leaves), batch))
+def packed_pass(target: Target, taps: tuple[int, ...]) -> Callable[[Batch], jax.Array]:
+    """`target_states` of one packed batch of host arrays [R, T], compiled once for each shape."""
+    program = jax.jit(lambda leaves, batch: target_states(target.module(leaves), batch, taps))
 
     def run(batch: Batch) -> jax.Array:
         with jax.set_mesh(target.mesh):
@@ -116,28 +114,33 @@ def in_dtype(graph: nnx.GraphDef, params: nnx.State, dtype):
 
 
 def make_step(task, target: Target, graph: nnx.GraphDef, optimizer: optax.GradientTransformation):
-    """The jitted step: (target's leaves, vocabulary, state, batch [A, R, T], hidden) -> (state, Metrics).
+    """The jitted step: (target's leaves, vocabulary, state, batch [A, R, T], states) -> (state, Metrics).
 
-    `vocabulary`: (token_ids, draft id of each target id) or (None, None). `hidden` [A, R, T, D]: the target's normed
-    last hidden states, or None to compute them here. Gradients of the A parts are added before the one update, each
-    head's loss being the mean over all of its places: A parts give what one batch as large gives. A step in which
-    nothing is taught, or whose gradient is not finite, changes no parameter.
+    `vocabulary`: (token_ids, draft id of each target id) or (None, None). `states` [A, R, T, taps, D]: the target's
+    states that the task takes, or None to compute them here. Gradients of the A parts are added before the one update,
+    each guess's loss being the mean over all of its places: A parts give what one batch as large gives. A step in
+    which nothing is taught, or whose gradient is not finite, changes no parameter.
     """
 
-    def step(leaves, vocabulary, state: TrainState, batch: Batch, hidden):
+    taps = task.taps(target.config)
+
+    def step(leaves, vocabulary, state: TrainState, batch: Batch, states):
         model = target.module(leaves)
         token_ids, draft_ids = vocabulary
         labels, taught = task.labels(batch, draft_ids)
         known = (taught & (labels >= 0)).sum((0, 1, 2))
         share = jnp.asarray(task.coefficients()) / jnp.maximum(known, 1)
 
+        key = jax.random.fold_in(jax.random.key(0), state.step)
+
         def part(carry, piece):
-            batch, hidden, labels, taught = piece
-            hidden = hidden_states(model, batch) if hidden is None else hidden.astype(target.dtype)
+            batch, states, labels, taught = piece
+            states = target_states(model, batch, taps) if states is None else states.astype(target.dtype)
 
             def objective(params):
-                heads = in_dtype(graph, params, target.dtype)
-                sums, right = task.loss_sums(heads, model, token_ids, lax.stop_gradient(hidden), labels, taught)
+                draft = in_dtype(graph, params, target.dtype)
+                given = (batch, lax.stop_gradient(states), labels, taught)
+                sums, right = task.loss_sums(draft, model, token_ids, *given, key)
                 return (share * sums).sum(), (sums, right)
 
             (total, sums), gradient = jax.value_and_grad(objective, has_aux=True)(state.params)
@@ -145,7 +148,7 @@ def make_step(task, target: Target, graph: nnx.GraphDef, optimizer: optax.Gradie
 
         zero = jnp.zeros(len(task.coefficients()))
         nothing = (jnp.float32(0), (zero, zero), jax.tree.map(jnp.zeros_like, state.params))
-        (total, (sums, right), gradient), _ = lax.scan(part, nothing, (batch, hidden, labels, taught))
+        (total, (sums, right), gradient), _ = lax.scan(part, nothing, (batch, states, labels, taught))
         norm = optax.tree.norm(gradient)
         updated = jnp.isfinite(norm) & (known.sum() > 0)
         updates, moments = optimizer.update(gradient, state.moments, state.params)

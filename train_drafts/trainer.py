@@ -50,9 +50,9 @@ class Trainer:
         """Yield (steps done, state, metrics, batch) after each step; the next one takes the state's buffers."""
         source = packing.loader(batches, start) if start < self._steps else iter(())
         for number in range(start, self._steps):
-            batch, hidden = next(source)
+            batch, states = next(source)
             with jax.set_mesh(self.target.mesh):
-                placed = place(self.target, (batch, hidden), axis=1)
+                placed = place(self.target, (batch, states), axis=1)
                 state, metrics = self._update(self.target.leaves, self.vocabulary, state, *placed)
             yield number + 1, state, metrics, batch
 

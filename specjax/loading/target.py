@@ -90,6 +90,15 @@ def fill(
     return nnx.from_flat_state(filled)
 
 
+def taken_apart(state: nnx.State, parts: dict[tuple, tuple[Part, ...]]) -> dict[str, np.ndarray]:
+    """The way back from `fill`: the tensors, on the host, that the filled parameters `state` are put together from."""
+    tensors = {}
+    for path, variable in nnx.to_flat_state(state):
+        value = np.asarray(variable.get_value())
+        tensors |= {part.name: value[part.place].reshape(part.shape) for part in parts[path]}
+    return tensors
+
+
 def layout(config: ModelConfig) -> dict[tuple, tuple[Part, ...]]:
     """For each parameter, by its path in the tree, the checkpoint tensors it is made of."""
     c, vocab = config, slice(config.vocab_size)

@@ -81,9 +81,13 @@ class Transformer(nnx.Module):
             values.append(v)
         features.append(x)
         wanted = x if at is None else jnp.take_along_axis(x, at[..., None], axis=1)
-        logits = self.logits(rms_norm(wanted, self.norm[...], self.config.norm_eps))
+        logits = self.logits(self.normed(wanted))
         block_kv = BlockKV(tuple(keys), tuple(values))
         return TargetOutput(logits, tuple(features[i] for i in taps), block_kv)
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        """The last layer's output [B, T, D] as the language model head reads it."""
+        return rms_norm(x, self.norm[...], self.config.norm_eps)
 
     @property
     def head(self) -> jax.Array:
