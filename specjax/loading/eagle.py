@@ -119,8 +119,11 @@ def parts(config: EagleConfig) -> dict[tuple, tuple[Part, ...]]:
     return table
 
 
-def save_eagle(folder: str | Path, draft: EagleDraft) -> None:
-    """Write the draft in the midlayer layout. Raises OSError if it cannot be written."""
+def save_eagle(folder: str | Path, draft: EagleDraft, *, int8: bool = False) -> None:
+    """Write the draft in the midlayer layout; `int8`: a quarter as large, for specjax alone.
+
+    Raises OSError if it cannot be written.
+    """
     folder, tensors = Path(folder).expanduser(), dict(draft.tensors)
     vocab_size = draft.config.layer.vocab_size
     if draft.embedding is not None:
@@ -129,7 +132,7 @@ def save_eagle(folder: str | Path, draft: EagleDraft) -> None:
         kept = np.zeros(vocab_size, bool)
         kept[draft.token_ids] = True
         tensors |= {OFFSETS: draft.token_ids.astype(np.int64) - np.arange(len(draft.token_ids)), KEPT: kept}
-    draft_files.write(folder, SINGLE, tensors, _as_json(draft))
+    draft_files.write(folder, SINGLE, tensors, _as_json(draft), int8=int8)
 
 
 def _as_json(draft: EagleDraft) -> dict[str, Any]:
