@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from eagle_test import TAPS, Reference, Variant
 from flax import nnx
-from scripted import FIELDS, MESHES, states, target, tensors
+from scripted import FIELDS, MESHES, rms_norm, states, target, tensors
 from training_test import IDS, VOCAB, WIDTH, assert_same, begin, packed, step
 
 from specjax.models.transformer import vocabulary_logits
@@ -84,6 +84,16 @@ def test_a_layer_starts_as_the_targets_last_one_and_its_head_as_the_targets_rows
     np.testing.assert_array_equal(draft.tensors["fc.weight"], np.eye(WIDTH, 3 * WIDTH, 2 * WIDTH))
     np.testing.assert_array_equal(draft.tensors["norm.weight"], table["model.norm.weight"])
     np.testing.assert_array_equal(draft.tensors["lm_head.weight"], table["lm_head.weight"][IDS])
+
+
+def test_a_layer_without_input_norm_starts_by_reading_what_the_targets_last_one_reads():
+    task, place_of = VARIANTS["1"][0], target()
+    params = task.init(place_of, None)
+    table, last = tensors(FIELDS), f"model.layers.{LAYERS - 1}.input_layernorm.weight"
+    state = np.random.default_rng(0).normal(size=WIDTH)
+    embedding = np.random.default_rng(1).normal(size=WIDTH)
+    fused = np.asarray(params["fc"][...]) @ [*embedding, *rms_norm(state, table["model.norm.weight"], FIELDS)]
+    np.testing.assert_allclose(fused, rms_norm(state, table[last], FIELDS), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

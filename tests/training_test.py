@@ -162,6 +162,29 @@ def test_loss_and_accuracy_equal_numpy_and_the_gradient_is_the_losses_slope(loss
     assert (slope["weight"] * along).sum() == pytest.approx((ends[0] - ends[1]) / (2 * tiny), rel=1e-3)
 
 
+def test_places_of_prompts_count_as_much_as_is_asked():
+    """The mean over the answers' places, and `prompts` times the sum over all others by the same count."""
+    batch, states = packed(3), some_states(3)
+    everywhere = batch._replace(mask=batch.segment > 0)
+    kind = {"heads": 3, "draft_vocab": 15, "loss": "kl", "scale": 0.3, "decay": 0.7}
+    answers, whole, mixed = (
+        step(Medusa(**kind, prompts=weight), texts, states)[1]
+        for weight, texts in ((0.0, batch), (0.0, everywhere), (0.25, batch))
+    )
+    known = [(np.asarray(x) & (y >= 0)).sum((0, 1)) for x, y in map(taught_labels, (batch, everywhere))]
+    rest = whole.loss * known[1] - answers.loss * known[0]
+    np.testing.assert_allclose(mixed.loss, answers.loss + 0.25 * rest / known[0], rtol=1e-5)
+    np.testing.assert_array_equal(mixed.accuracy, answers.accuracy)
+
+
+def taught_labels(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """Which places teach each of TASK's guesses, and their labels in the draft's vocabulary."""
+    place_of, _, ids, _ = begin(TASK)
+    with jax.set_mesh(place_of.mesh):
+        labels, taught = TASK.labels(place(place_of, batch, axis=0), ids[1])
+    return np.asarray(taught), np.asarray(labels)
+
+
 def test_states_of_packed_rows_are_those_of_each_sequence_alone():
     batch = packed(2)
     alone = np.zeros((2, ROW, 1, WIDTH), np.float32)
@@ -311,6 +334,7 @@ def test_the_learning_rate_warms_up_from_the_first_step_and_ends_at_its_final_sh
     [
         (lambda: Medusa(heads=0), "heads 0"),
         (lambda: Medusa(loss="mse"), "choose one of ce, kl, lk"),
+        (lambda: Medusa(loss="ce", prompts=0.5), "prompts 0.5 does not go with loss 'ce'"),
         (lambda: Optimizer(learning_rate=0.0), "learning_rate is 0.0"),
         (lambda: Optimizer(warmup=2.0), "warmup is 2.0"),
         (lambda: Optimizer(weight_decay=-1.0), "weight_decay is -1.0"),

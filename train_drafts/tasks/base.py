@@ -31,20 +31,27 @@ class Task:
     """What is trained, from which of the target's states, and with which loss.
 
     Loss: scale * sum over guesses of decay^i * `loss`, which is `ce` (the token that followed), `kl` (the target's own
-    law there) or `lk` (acceptance itself). `draft_vocab`: tokens of the draft's own LM head, which starts as the
-    target's rows (0: the target's whole head, frozen).
+    law there) or `lk` (acceptance itself). `prompts`: how much a place counts that the assistant did not write.
+    `draft_vocab`: tokens of the draft's own LM head, which starts as the target's rows (0: the target's whole head,
+    frozen).
     """
 
     draft_vocab: int = 8192
     loss: str = "kl"
     scale: float = 1.0
     decay: float = 0.8
+    prompts: float = 0.0
 
     spans: ClassVar[bool]  # whether nothing is looked at that stands before the answers
 
     def __post_init__(self):
         if self.draft_vocab < 0:
             raise ValueError(f"draft_vocab is {self.draft_vocab}; give 0 for the target's whole vocabulary, or more")
+        if not 0 <= self.prompts < float("inf") or (self.prompts and self.loss == "ce"):
+            raise ValueError(
+                f"prompts {self.prompts} does not go with loss {self.loss!r}; give 0, or more with a loss of the "
+                "target's own law"
+            )
         if self.loss not in losses.LOSSES:
             raise ValueError(f"loss {self.loss!r} is unknown; choose one of {', '.join(losses.LOSSES)}")
 
@@ -102,10 +109,8 @@ class Task:
 
         Labels are draft ids by ids [V] (None: the target's own), -1 where the draft has no such token.
         """
-        root = _ahead(batch.mask, batch.segment, 1)
-        steps = range(2, 2 + self.guesses)
-        taught = jnp.stack([root & _ahead(batch.mask, batch.segment, step) for step in steps], axis=-1)
-        labels = jnp.stack([jnp.roll(batch.tokens, -step, axis=-1) for step in steps], axis=-1)
+        taught = self._within(batch.segment, batch.mask)
+        labels = jnp.stack([jnp.roll(batch.tokens, -2 - guess, axis=-1) for guess in range(self.guesses)], axis=-1)
         if ids is not None:
             labels = ids.at[labels].get(out_sharding=jax.typeof(labels).sharding.spec)
         return labels, taught
@@ -121,6 +126,10 @@ class Task:
         """
         outputs, hidden = self.outputs(draft, target, batch, states, key), target.normed(states[:, :, -1])
         measure, size = rowwise(_summed(losses.LOSSES[self.loss])), self._vocab(target)
+        weight = taught.astype(jnp.float32)
+        if self.prompts:
+            elsewhere = self._within(batch.segment, batch.segment > 0) & ~taught
+            weight = jnp.where(elsewhere, self.prompts, weight)
         lm_head, teacher_rows = self._lm_head(draft, target), target.head
         if token_ids is not None:
             teacher_rows = self._draft_rows(target.head, token_ids)
@@ -139,7 +148,8 @@ class Task:
             for guess in range(self.guesses):
                 logits = vocabulary_logits(lm_head, cut(outputs)[:, :, guess], size)
                 teacher = None if laws is None else laws[:, 1 + guess : 1 + guess + chunk]
-                sums.append(measure(logits, teacher, cut(labels)[..., guess], cut(taught)[..., guess]))
+                places = (cut(x)[..., guess] for x in (labels, taught, weight))
+                sums.append(measure(logits, teacher, *places))
             return tuple(total + jnp.stack(rows).sum(1) for total, rows in zip(totals, zip(*sums))), None
 
         totals = (jnp.zeros(self.guesses), jnp.zeros(self.guesses))
@@ -172,6 +182,12 @@ class Task:
 
         parts = lax.map(part, jnp.arange(0, outputs.shape[1], chunk))
         return jnp.moveaxis(parts, 0, 1).reshape(labels.shape)
+
+    def _within(self, segment: jax.Array, mask: jax.Array) -> jax.Array:
+        """Where the root and the label of each guess are in the place's own sequence and in `mask`: [..., T, guesses],
+        of segment and mask [..., T]."""
+        root = _ahead(mask, segment, 1)
+        return jnp.stack([root & _ahead(mask, segment, 2 + guess) for guess in range(self.guesses)], axis=-1)
 
     def _fresh(self, config: ModelConfig) -> nnx.Module:
         """The module, with any parameters."""
@@ -206,14 +222,14 @@ class Task:
 
 
 def _summed(loss):
-    """`loss` over the places of each row that teach something, and the right first guesses there: two [R, guesses]."""
+    """`loss` over the places of each row by their weight, and the right best candidates where it is taught: two [R]."""
 
-    def run(guesses, teacher, labels, taught):
-        known = taught & (labels >= 0)
+    def run(guesses, teacher, labels, taught, weight):
+        known = labels >= 0
         labels = jnp.maximum(labels, 0)
         each = loss(guesses, teacher, labels)
-        right = known & (losses.at(guesses, labels) >= guesses.max(-1))  # a maximum is far cheaper than its place
-        return jnp.where(known, each, 0.0).sum(1), right.sum(1).astype(jnp.float32)
+        right = known & taught & (losses.at(guesses, labels) >= guesses.max(-1))  # cheaper than a maximum's place
+        return jnp.where(known & (weight > 0), weight * each, 0.0).sum(1), right.sum(1).astype(jnp.float32)
 
     return run
 

@@ -153,15 +153,17 @@ class Eagle(Task):
         return EagleLayer(self._config(config, self._rows or None), rngs=nnx.Rngs(0), dtype=jnp.float32)
 
     def _start(self, draft: EagleLayer, target: Transformer) -> None:
-        """The target's last layer, which reads the hidden alone at first; fc passes on the last state that it fuses."""
+        """The target's last layer, which reads the hidden alone at first. fc passes on the last state that it fuses; in
+        EAGLE-1, which has no norm behind it, scaled to what the target's last layer reads."""
         last, width, fused = target.layers[-1], target.config.width, draft.config.states
 
         def behind(x, before: int):
             """x with `before` zero columns in front: what it does not read at first."""
             return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(before, 0)])
 
+        passed = jnp.eye(width) if fused else jnp.diag(last.attention_norm[...] / target.norm[...])
         start = [
-            (draft.fc, behind(jnp.eye(width), (fused - 1 if fused else 1) * width)),
+            (draft.fc, behind(passed, (fused - 1 if fused else 1) * width)),
             (draft.attention.qkv, behind(last.attention.qkv[...], width if fused else 0)),
             (draft.attention.out, last.attention.out[...]),
             (draft.mlp_norm, last.mlp_norm[...]),
