@@ -6,7 +6,7 @@
 #   bash launch/quickstart.sh --minutes=3  time for the benchmark itself (default 7)
 #   bash launch/quickstart.sh --train      first train Medusa heads for some minutes, then benchmark them too
 #
-# Under ten minutes on two cores the first time, installation included; --train takes some minutes more, and where it was
+# Under ten minutes on two cores the first time, installation included; --train takes a quarter of an hour more, and where it was
 # stopped the same command again goes on with it. Results: runs/quickstart, with --train runs/quickstart-train.
 set -euo pipefail
 cd "$(dirname "$0")/.."
