@@ -16,10 +16,10 @@ from scripted import MESHES, target
 from specjax import Engine
 from specjax.checkpoints import Checkpoints
 from specjax.loading.drafts import load_draft
-from train_drafts import evaluate, loop
+from train_drafts import loop
 from train_drafts.loop import Training
 from train_drafts.step import Optimizer
-from train_drafts.tasks import Medusa
+from train_drafts.tasks import Medusa, medusa
 from train_drafts.trainer import Trainer
 
 TASK = Medusa(heads=2, draft_vocab=15)
@@ -64,7 +64,7 @@ def train(engine: Engine, data: Path, workdir: Path, training=TRAINING, *, task=
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "steps", watched)
-        patch.setattr(evaluate, "SHAPES", {"chain": ((0,),)})
+        patch.setattr(medusa, "SHAPES", {"chain": ((0,),)})
         loop.run(engine, task, optimizer, training, data, workdir)
     return seen
 
