@@ -7,6 +7,7 @@ eagle:treeN       the N most probable nodes, root included, of a tree that grows
 eagle:depthN      (5) ... from
 eagle:widthN      (4) guesses at each level, and that many guesses after each
 eagle:chainN      N nodes in a row, root included
+eagle:fixed       with a cost table too, always all levels and all nodes; else as few of them as pay by the table
 """
 
 import difflib
@@ -18,12 +19,13 @@ import numpy as np
 
 from specjax import trees
 from specjax.costs import HOW_TO_MEASURE, CostTable
-from specjax.drafters import eagle, medusa
+from specjax.drafters import eagle, medusa, prices
 from specjax.drafters.base import Drafter
 from specjax.drafters.eager import Eager
 from specjax.drafters.eagle import Eagle
 from specjax.drafters.lookup import Lookup
 from specjax.drafters.medusa import Medusa
+from specjax.drafters.prices import Prices
 from specjax.loading.drafts import MedusaDraft, check_draft, load_draft
 from specjax.loading.eagle import EagleDraft, load_eagle
 from specjax.telemetry import say
@@ -37,10 +39,11 @@ OPTIONS = {
     "eager": (),
     "lookup": (),
     "medusa": ("treeN", "chainN", "typical"),
-    "eagle": ("treeN", "chainN", "depthN", "widthN"),
+    "eagle": ("treeN", "chainN", "depthN", "widthN", "fixed"),
 }
 NUMBERED = re.compile(r"(tree|chain|depth|width)(\d+)")
 EAGLE_NODES, EAGLE_DEPTH, EAGLE_WIDTH = 16, 5, 4
+EAGLE_BLOCKS = (4, 8, 16, 32, 64, 128)  # each that a plan can choose is one more target pass to compile
 
 
 def check(name: str, draft: str | None = None) -> None:
@@ -124,14 +127,33 @@ def _medusa(options: list[str], target, folder: str, costs: CostTable | None, te
 def _eagle(options: list[str], target, folder: str, costs: CostTable | None, template_args) -> Eagle:
     draft = load_eagle(folder)
     _check(draft, target, template_args)
-    given = {found[1]: int(found[2]) for found in map(NUMBERED.fullmatch, options)}
+    nodes, depth, width = _eagle_sizes(options)
+    priced = None if "fixed" in options else _eagle_prices(costs, nodes, width)
+    return eagle.from_draft(draft, target, nodes=nodes, depth=depth, width=width, prices=priced)
+
+
+def _eagle_sizes(options: list[str]) -> tuple[int, int, int]:
+    """Nodes, depth and width of an eagle tree."""
+    given = {found[1]: int(found[2]) for found in map(NUMBERED.fullmatch, options) if found}
     if "chain" in given:
-        nodes, depth, width = given["chain"], given["chain"] - 1, 1
-    else:
-        nodes = given.get("tree", EAGLE_NODES)
-        depth, width = (min(size, nodes - 1) for size in (EAGLE_DEPTH, EAGLE_WIDTH))
-        depth, width = given.get("depth", depth), given.get("width", width)
-    return eagle.from_draft(draft, target, nodes=nodes, depth=depth, width=width)
+        return given["chain"], given["chain"] - 1, 1
+    nodes = given.get("tree", EAGLE_NODES)
+    depth, width = (min(size, nodes - 1) for size in (EAGLE_DEPTH, EAGLE_WIDTH))
+    return nodes, given.get("depth", depth), given.get("width", width)
+
+
+def _eagle_prices(costs: CostTable | None, nodes: int, width: int) -> Prices | None:
+    """The prices of a level and of the blocks up to `nodes`, by the measured eagle draft whose width is nearest; a line
+    says so if the table has none."""
+    if costs is None:
+        return None
+    sizes = {name: _eagle_sizes(name.split(":")[1:]) for name in costs.drafts if name.split(":")[0] == "eagle"}
+    if not sizes:
+        say(f"the cost table has no eagle draft, so its depth is fixed; {HOW_TO_MEASURE} --methods=eagle=DIR")
+        return None
+    nearest = min(sizes, key=lambda name: abs(sizes[name][2] - width))
+    blocks = (1, *(size for size in EAGLE_BLOCKS if size < nodes and size in costs.blocks), nodes)
+    return prices.from_table(costs, nearest, sizes[nearest][1], blocks)
 
 
 def _check(draft: MedusaDraft | EagleDraft, target, template_args) -> None:

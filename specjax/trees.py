@@ -38,12 +38,14 @@ class Tree:
 class Draft:
     """What a drafter proposes: a tree and its tokens [B, T]; token 0 is the last accepted one.
 
-    `size` [B]: how many leading nodes are worth a target pass in this cycle.
+    `size` [B]: how many leading nodes are worth a target pass in this cycle. `levels` [B]: how many levels of guesses
+    the drafter has made, one after another (None: it has no levels).
     """
 
     tree: Tree
     tokens: jax.Array
     size: jax.Array
+    levels: jax.Array | None = None
 
 
 def branches(*lengths: int) -> np.ndarray:
@@ -72,13 +74,15 @@ def static(parents: np.ndarray, valid: jax.Array) -> Tree:
     )
 
 
-def grown(parent: jax.Array, depth: jax.Array, deepest: int) -> Tree:
-    """A tree of any shape per row, all of it valid: parent, depth [B, T], no node deeper than `deepest`."""
-    nodes = parent.shape[1]
-    mask = jnp.broadcast_to(jnp.eye(nodes, dtype=bool), (*parent.shape, nodes))
+def grown(parent: jax.Array, depth: jax.Array, valid: jax.Array, deepest: int) -> Tree:
+    """A tree of any shape per row: parent, depth, valid [B, T], no valid node below one that is not, or deeper than
+    `deepest`."""
+    itself = jnp.eye(parent.shape[1], dtype=bool)
+    mask = itself & valid[..., None]
     for _ in range(deepest):
         mask = mask | jnp.take_along_axis(mask, jnp.maximum(parent, 0)[..., None], axis=1)
-    return Tree(parent.astype(jnp.int32), depth.astype(jnp.int32), mask, jnp.ones(parent.shape, bool))
+    mask = (mask & valid[..., None]) | itself
+    return Tree(parent.astype(jnp.int32), depth.astype(jnp.int32), mask, valid)
 
 
 def depths(parents: np.ndarray) -> np.ndarray:

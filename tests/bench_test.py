@@ -4,11 +4,13 @@ import itertools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import scripted
+from costs_test import table
 from rich.console import Console
 from scripted import FIELDS, save_target, target, tensors
 
@@ -24,7 +26,7 @@ RUN_FIELDS = {
     "end_to_end_seconds", "tokens_per_second", "speedup", "speedup_interval", "tokens_per_cycle", "accepted_per_cycle",
     "acceptance_by_depth", "conditional_acceptance_by_depth", "time_to_first_token_ms", "inter_token_ms", "request_ms",
     "lossless", "identical", "ties", "eager_share_of_floor", "before_loop", "compile_seconds", "compiled_programs",
-    "peak_memory_bytes",
+    "peak_memory_bytes", "draft_levels_per_cycle", "mean_block",
 }  # fmt: skip
 ROWS = [
     {"id": "a1", "task": "alpha", "prompt": "t3 t4 t5 t6 t3 t4"},
@@ -91,7 +93,7 @@ def test_both_arms_count_the_same_tokens(results):
 def test_eager_is_measured_against_itself(results):
     for run in results["runs"]:
         if run["method"] == "eager":
-            assert run["tokens_per_cycle"] == 1 and run["end_to_end_speedup"] == pytest.approx(1)
+            assert run["tokens_per_cycle"] == run["mean_block"] == 1 and run["end_to_end_speedup"] == pytest.approx(1)
             assert run["speedup"] != 1  # the first decode over the last: the noise floor
     assert [row["batch_size"] for row in results["environment"]["noise_floor"]] == [1, 1, 2, 2]
 
@@ -103,7 +105,8 @@ def test_a_draft_that_is_always_wrong_is_reported_as_losing(results, capsys):
     assert report.sentence(only).startswith("Nothing pays for these prompts") and "0." in report.sentence(only)
     assert "slower" in report.markdown(only)
     report.show(only, Console(width=120))
-    assert "slower" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "slower" in shown and "wrong: draft levels per cycle 0.0, mean block 64.0" in shown
 
 
 def test_end_tokens_count_and_what_stands_after_them_does_not(engines):
@@ -135,9 +138,11 @@ def test_end_tokens_count_and_what_stands_after_them_does_not(engines):
 
 
 def test_acceptance_is_pooled_over_cycles_and_every_figure_has_its_name():
-    first = GenerationStats(3, 8, 12, 5, (3, 3, 3, 3), (2, 2, 1, 0))  # keeps 3, 0, 2 of 4
-    second = GenerationStats(1, 5, 4, 4, (1, 1, 1, 1), (1, 1, 1, 1))
-    assert records.acceptance(timing.pooled([first, second])) == {
+    first = GenerationStats(3, 8, 12, 5, (3, 3, 3, 3), (2, 2, 1, 0), 5, (0, 3))  # keeps 3, 0, 2 of 4
+    second = GenerationStats(1, 5, 4, 4, (1, 1, 1, 1), (1, 1, 1, 1), 1, (1, 0))
+    both = timing.pooled([first, second])
+    assert both.levels_per_cycle == 6 / 4 and both.mean_over_passes([1, 5]) == 16 / 4
+    assert records.acceptance(both) == {
         "cycles": 4,
         "tokens_per_cycle": 3.25,
         "accepted_per_cycle": 2.25,
@@ -145,6 +150,15 @@ def test_acceptance_is_pooled_over_cycles_and_every_figure_has_its_name():
         "acceptance_by_depth": [3 / 4, 3 / 4, 2 / 4, 1 / 4],
         "conditional_acceptance_by_depth": [3 / 4, 3 / 3, 2 / 3, 1 / 2],
     }
+
+
+def test_the_predicted_speedup_prices_the_passes_and_levels_that_ran():
+    stats = GenerationStats(4, 10, 9, 6, (3, 3, 3), (3, 2, 1), levels=6, passes=(1, 3))
+    turn = SimpleNamespace(stats=stats, prompts=[[1, 2]], new_tokens=10)
+    engine = SimpleNamespace(drafter=SimpleNamespace(blocks=(1, 4), depth=3), bucket=lambda tokens: 512)
+    predicted = records.predicted_speedup(table(), "lookup", engine, [turn], 1)  # passes 40 and 60 ms, whole draft 2
+    assert predicted == pytest.approx(2.5 * 40 / ((40 + 3 * 60) / 4 + 2 * 1.5 / 3))
+    assert records.predicted_speedup(table(), "eagle", engine, [turn], 1) is None
 
 
 # How it is timed

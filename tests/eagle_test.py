@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -14,8 +16,10 @@ from safetensors.numpy import load_file, save_file
 from scripted import CHUNK, FIELDS, MESHES, outputs, plain, prompts, rms_norm, states, target, tensors, wishes
 
 from specjax import Engine, methods
+from specjax.costs import CostTable
 from specjax.decode.step import propose
 from specjax.drafters.eagle import from_draft
+from specjax.drafters.prices import from_table
 from specjax.loading.eagle import EagleDraft, load_eagle, save_eagle
 from specjax.verify.target_first import TargetFirst
 
@@ -31,6 +35,14 @@ VARIANTS = {
     "eagle1 with bias": {"states": 0, "draft_vocab": None, "fc_bias": True},
 }
 TAPS = (0, 1, 2)
+COSTS = CostTable(  # rises with blocks, rows and slots, so that decisions differ
+    {},
+    {(b, c, n): (30 + c / 100) * (1 + 0.07 * n) for b in (1, 4) for c in (128, 512) for n in (1, 2, 4, 8)},
+    {"eagle:depth2": {(b, c): (5 + c / 200) * (1 + 0.2 * b) for b in (1, 4) for c in (128, 512)}},
+    weight_bytes=1,
+    bandwidth=1.0,
+)
+Scores = dict[tuple[int, ...], float]  # guesses by the tokens drafted down to them -> cumulative log-probability
 
 
 @dataclasses.dataclass
@@ -193,18 +205,25 @@ class Reference:
             hidden, following = np.concatenate([hidden, fed_back[None]]), [*following, token]
         return self.log_law(self.outputs(following, hidden)[-1])
 
-    def tree(self, text: list[int], nodes: int, depth: int, width: int) -> dict[tuple[int, ...], float]:
-        """EAGLE-2's tree: drafted tokens -> cumulative log-probability of its nodes."""
+    def levels(self, text: list[int], width: int) -> Iterator[tuple[Scores, Scores]]:
+        """EAGLE-2's tree level by level, without end: all guesses so far, and those of them that are gone on with."""
         ids, every, frontier = ids_of(self.variant), {}, {(): 0.0}
-        for _ in range(depth):
+        while True:
             level = {}
             for path, score in frontier.items():
                 law = self.after(text, path)
                 for place in np.argsort(-law, kind="stable")[:width]:
                     level[*path, int(ids[place])] = score + law[place]
-            every |= level
-            frontier = dict(sorted(level.items(), key=lambda item: -item[1])[:width])
-        return dict(sorted(every.items(), key=lambda item: -item[1])[: nodes - 1])
+            every, frontier = every | level, best(level, width)
+            yield every, frontier
+
+    def tree(self, text: list[int], nodes: int, depth: int, width: int) -> Scores:
+        every, _ = next(itertools.islice(self.levels(text, width), depth - 1, None))
+        return best(every, nodes - 1)
+
+
+def best(guesses: Scores, count: int) -> Scores:
+    return dict(sorted(guesses.items(), key=lambda item: -item[1])[:count])
 
 
 def paths(parent: np.ndarray, tokens: np.ndarray) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -224,9 +243,12 @@ def stored(name: str) -> EagleDraft:
 
 
 @functools.cache
-def engine(name: str, mesh: str = "", nodes: int = 7, depth: int = 3, width: int = 3, dtype="float32") -> Engine:
+def engine(
+    name: str, mesh: str = "", nodes: int = 7, depth: int = 3, width: int = 3, dtype="float32", adaptive=False
+) -> Engine:
     place = target(mesh, dtype)
-    drafter = from_draft(stored(name), place, nodes=nodes, depth=depth, width=width)
+    priced = from_table(COSTS, "eagle:depth2", 2, (1, 4, nodes)) if adaptive else None
+    drafter = from_draft(stored(name), place, nodes=nodes, depth=depth, width=width, prices=priced)
     return Engine(place, (drafter, TargetFirst(drafter.depth)), chunk=CHUNK)
 
 
@@ -251,7 +273,8 @@ def test_trees_are_those_that_numpy_grows_from_whole_texts(name, mesh):
             want = reference.tree(text, nodes=7, depth=3, width=3)
             got = paths(draft.tree.parent[row], draft.tokens[row])
             assert draft.tokens[row, 0] == text[-1]
-            assert set(got) == set(want)
+            assert list(got) == list(want)  # the best first
+            assert draft.size[row] == 7 and draft.levels[row] == 3
             for drafted, numbers in got.items():
                 sees = np.flatnonzero(draft.tree.mask[row, numbers[-1]])
                 assert sorted((0, *numbers)) == sees.tolist() and draft.tree.depth[row, numbers[-1]] == len(drafted)
@@ -293,13 +316,13 @@ def test_a_name_builds_the_tree_that_it_asks_for(folders):
     assert built("eagle") == (16, 5, 4)
     assert built("eagle:tree4") == (4, 3, 3)
     assert built("eagle:tree9:depth2:width3") == (9, 2, 3)
-    assert built("eagle:chain5") == (5, 4, 1)
+    assert built("eagle:chain5:fixed") == (5, 4, 1)
     with pytest.raises(ValueError, match="a tree of 20 nodes does not fit 12 guesses, 3 wide and 2 deep"):
         built("eagle:tree20:depth2:width3")
     for name in ("eagle:chain4:depth2", "eagle:tree4:tree5", "eagle:chain4:tree4"):
         with pytest.raises(ValueError, match="names a tree or an option twice"):
             built(name)
-    with pytest.raises(ValueError, match="has no option 'typical'; it takes treeN, chainN, depthN, widthN"):
+    with pytest.raises(ValueError, match="has no option 'typical'; it takes treeN, chainN, depthN, widthN, fixed"):
         built("eagle:typical")
 
 

@@ -35,7 +35,9 @@ def proposed(drafter: Lookup, texts: list[list[int]]):
     tokens = np.full((len(texts), SLOTS), 99)  # what lies behind the text must not matter
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text
-    return jax.jit(lambda t, n: drafter.draft((), t, n, None))(tokens, np.array([len(text) for text in texts]))
+    return jax.jit(lambda t, n: drafter.draft((), t, n, None, None, None))(
+        tokens, np.array([len(text) for text in texts])
+    )
 
 
 @pytest.mark.parametrize(

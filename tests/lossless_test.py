@@ -39,7 +39,7 @@ from specjax.verify.target_first import TargetFirst
 
 NEW = 32
 AXES = {
-    "draft": ("lookup", "medusa", "eagle", "oracle", "anti", "mixed", "random"),
+    "draft": ("lookup", "medusa", "eagle", "adaptive", "oracle", "anti", "mixed", "random"),
     "shape": ("chain", "tree"),
     "rows": (1, len(LENGTHS)),
     "loop": ("whole", "sliced", "host"),
@@ -52,7 +52,13 @@ MEDUSAS = {  # LM head and tree: the target's and a chain, one over 15 tokens an
     "chain": (None, trees.chain(3)),
     "tree": (15, ((0,), (1,), (0, 0), (2,), (0, 1), (1, 3), (0, 0, 2))),
 }
-EAGLES = {"chain": ("eagle1", (4, 3, 1)), "tree": ("eagle3.1", (7, 3, 3))}
+EAGLES = {  # of fixed depth and block, and as deep and wide as pays
+    ("eagle", "chain"): ("eagle1", (4, 3, 1)),
+    ("eagle", "tree"): ("eagle3.1", (7, 3, 3)),
+    ("adaptive", "chain"): ("narrow", (6, 5, 1)),
+    ("adaptive", "tree"): ("eagle3", (9, 4, 3)),
+}
+REAL = ("lookup", "medusa", "eagle", "adaptive")
 
 
 def pairs(case: tuple) -> set:
@@ -85,9 +91,9 @@ def engine(draft: str, shape: str = "chain", mesh: str = "one", dtype: str = "fl
         draft_vocab, paths = MEDUSAS[shape]
         drafter = from_draft(medusa_draft(draft_vocab), paths, place)
         return Engine(place, (drafter, TargetFirst(drafter.depth)), chunk=CHUNK)
-    if draft == "eagle":
-        variant, sizes = EAGLES[shape]
-        return eagle_engine(variant, MESHES[mesh], *sizes, dtype=dtype)
+    if (draft, shape) in EAGLES:
+        variant, sizes = EAGLES[draft, shape]
+        return eagle_engine(variant, MESHES[mesh], *sizes, dtype=dtype, adaptive=draft == "adaptive")
     return scripted(place, CHAIN if shape == "chain" else TREE)
 
 
@@ -104,7 +110,7 @@ def generate(draft: str, shape: str, rows: int, loop: str, mesh: str, law: str):
     method, chosen = engine(draft, shape, mesh), slice(len(LENGTHS) - rows, None)
     asked, wanted = prompts()[chosen], wishes(len(LENGTHS), max_new_tokens=NEW, **LAWS[law])[chosen]
     state = method.prefill(method.start(asked, wanted, rows))
-    if draft not in ("eager", "lookup", "medusa", "eagle"):
+    if draft not in ("eager", *REAL):
         texts = [prompt + output for prompt, output in zip(asked, eager(law)[chosen])]
         state = script(state, *oracle(texts, state.text.count.shape[0], draft))
     state = decode(method, state, loop)
@@ -189,7 +195,7 @@ class Successors:
     def init(self, batch, slots):
         return ()
 
-    def draft(self, state, tokens, count, sampling):
+    def draft(self, state, tokens, count, sampling, running, stats):
         # The table is an argument, not closed over: `rowwise` has to see the drafter's parameters.
         return rowwise(self._chain)(self.table, tokens, count)
 

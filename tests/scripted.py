@@ -191,7 +191,7 @@ class Scripted:
         zero = jnp.zeros((batch, self.width), jnp.int32, out_sharding=row_spec(2))
         return Script(zero, zero)
 
-    def draft(self, state, tokens, count, sampling):
+    def draft(self, state, tokens, count, sampling, running, stats):
         return rowwise(self._scripted)(state, tokens, count)
 
     def extend(self, state, tokens, features, count, after):

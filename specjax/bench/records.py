@@ -60,6 +60,8 @@ def record(cell: Cell, method: str, floor_ms: float | None, costs: CostTable | N
         "end_to_end_speedup": ratio(end_to_end_samples(cell, method)),
         "end_to_end_interval": interval([end_to_end_samples(cell, method)]),
         **acceptance(stats),
+        "draft_levels_per_cycle": stats.levels_per_cycle,
+        "mean_block": stats.mean_over_passes(engine.drafter.blocks),
         "time_to_first_token_ms": percentiles(first),
         "inter_token_ms": percentiles(between),
         "request_ms": percentiles(whole),
@@ -80,17 +82,17 @@ def predicted_speedup(
     costs: CostTable | None, method: str, engine: Engine, turns: Sequence[Turn], batch_size: int
 ) -> float | None:
     """What the cost table makes of the measured acceptance: tokens per cycle over the price of a cycle, in passes over
-    one token. A row's cycle that proposed something is priced as the largest block, any other as one token; at batch
-    sizes above 1 that is too cheap, because one row that drafts makes the pass wide for all."""
+    one token. A draft of fewer levels than the drafter's depth is priced as so much cheaper."""
     stats = pooled([turn.stats for turn in turns])
     if costs is None or method not in costs.drafts or not stats.cycles:
         return None
     lengths = [len(ids) + turn.new_tokens // len(turn.prompts) for turn in turns for ids in turn.prompts]
     context = engine.bucket(int(np.mean(lengths)))
-    drafting = stats.drafted_at[0] / stats.cycles
-    one, full = (costs.target_ms(tokens, batch_size, context) for tokens in (1, engine.drafter.blocks[-1]))
-    cycle = drafting * full + (1 - drafting) * one + costs.draft_ms(method, batch_size, context)
-    return stats.tokens_per_cycle * one / cycle
+    one, *blocks = (costs.target_ms(tokens, batch_size, context) for tokens in (1, *engine.drafter.blocks))
+    draft = costs.draft_ms(method, batch_size, context)
+    if stats.levels:
+        draft *= stats.levels_per_cycle / engine.drafter.depth
+    return stats.tokens_per_cycle * one / (stats.mean_over_passes(blocks) + draft)
 
 
 def acceptance(stats: GenerationStats) -> dict:

@@ -29,6 +29,8 @@ SCALARS = (
     "tokens_per_second",
     "tokens_per_cycle",
     "accepted_per_cycle",
+    "draft_levels_per_cycle",
+    "mean_block",
     "draft_acceptance_rate",
     "identical",
 )
@@ -65,6 +67,8 @@ def show(results: dict, console: Console) -> None:
             style = "bold" if row[0] == MEAN else "red" if "slower" in row else None
             grid.add_row(*row, style=style)
         console.print(grid)
+        for line in work(results, setting):
+            console.print(line, soft_wrap=True)
     for warning in warnings(results):
         console.print(f"[bold red]{warning}[/]", soft_wrap=True)
     console.print(sentence(results), style="bold", soft_wrap=True)
@@ -86,13 +90,28 @@ def table(results: dict, setting: Setting) -> list[list[str]]:
     return rows
 
 
+def work(results: dict, setting: Setting) -> list[str]:
+    """What the cycles of each drafting method did, from the workload where it is least to the one where it is most."""
+    runs = [run for run in of_setting(results["runs"], setting) if run["method"] != "eager"]
+
+    def span(method: str, figure: str) -> str:
+        found = [run[figure] for run in runs if run["method"] == method]
+        return " to ".join(dict.fromkeys(number(bound(found), 1) for bound in (min, max)))
+
+    figures = {"draft levels per cycle": "draft_levels_per_cycle", "mean block": "mean_block"}
+    return [
+        f"{method}: {', '.join(f'{name} {span(method, figure)}' for name, figure in figures.items())}"
+        for method in dict.fromkeys(run["method"] for run in runs)
+    ]
+
+
 def markdown(results: dict) -> str:
     """The report: the sentence, one table per setting with its pictures, how it was measured."""
     lines = ["# Benchmark", "", sentence(results), ""]
     lines += [f"**{warning}**\n" for warning in warnings(results)]
     for setting in settings(results):
         lines += [f"## {caption(results, setting)}", "", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
-        lines += [*map(_line, table(results, setting)), ""]
+        lines += [*map(_line, table(results, setting)), "", *(f"{line}\n" for line in work(results, setting))]
         lines += [f"![{name}]({name}-{slug(setting)}.png)\n" for name in PICTURES if drafts(results, setting)]
     lines += ["## How it was measured", ""]
     lines += [f"- {name}: {value}" for name, value in results["environment"].items() if name != "config"]

@@ -235,20 +235,13 @@ class Engine:
     def result(self, state: DecodeState, row: int, watch: Watch) -> Result:
         """What a row has written so far, clipped where `watch` found a stop string."""
         finish = np.asarray(state.text.finish)[row]
-        stats = jax.tree.map(lambda x: np.asarray(x)[row].tolist(), state.stats)
+        stats = {name: np.asarray(count)[row].tolist() for name, count in vars(state.stats).items()}
         tokens, text = watch.clip(row, self._output(state, row))
         return Result(
             text=text,
             tokens=tokens,
             finish_reason="stop" if finish == states.STOP else "length",
-            stats=GenerationStats(
-                stats.cycles,
-                stats.emitted,
-                stats.drafted,
-                stats.accepted,
-                tuple(stats.drafted_at),
-                tuple(stats.accepted_at),
-            ),
+            stats=GenerationStats(**{k: tuple(v) if isinstance(v, list) else v for k, v in stats.items()}),
             prompt_tokens=int(np.asarray(state.text.prompt)[row]),
             context_full=bool(finish == states.CONTEXT),
         )
@@ -282,7 +275,7 @@ class Engine:
     def _fresh(self, rows: int, slots: int | None = None):
         slots = slots or self.buckets[0]
         kv = cache.empty(self.target.config, rows, slots, self.target.dtype)
-        return kv, self.drafter.init(rows, slots), jax.tree.map(_by_rows, states.no_stats(rows, self.drafter.depth))
+        return kv, self.drafter.init(rows, slots), jax.tree.map(_by_rows, states.no_stats(rows, self.drafter))
 
     def _rows(self, prompts, wishes, rows: int) -> tuple[Text, SamplingState]:
         """Host lists -> the rows' text and sampling arrays on the mesh."""

@@ -58,7 +58,8 @@ def sampling_rows(wishes: Sequence[Sampling]) -> SamplingState:
 class GenerationStats:
     """Counts of one request. A cycle is one target pass after prefill; prefill's own token belongs to none.
 
-    `drafted_at[d]`, `accepted_at[d]`: cycles that proposed, or kept, a token at depth d + 1.
+    `drafted_at[d]`, `accepted_at[d]`: cycles that proposed, or kept, a token at depth d + 1; `levels`: draft levels
+    run; `passes`: cycles whose target pass had each of the drafter's block sizes.
     """
 
     cycles: int
@@ -67,6 +68,8 @@ class GenerationStats:
     accepted: int
     drafted_at: tuple[int, ...]
     accepted_at: tuple[int, ...]
+    levels: int
+    passes: tuple[int, ...]
 
     @property
     def tokens_per_cycle(self) -> float:
@@ -89,18 +92,20 @@ class GenerationStats:
         before = (self.cycles, *self.accepted_at)
         return [kept / min(b, d) if min(b, d) else 0.0 for kept, b, d in zip(self.accepted_at, before, self.drafted_at)]
 
-    def __add__(self, other: "GenerationStats") -> "GenerationStats":
-        def level(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-            return tuple(int(x) for x in np.add(a, b))
+    @property
+    def levels_per_cycle(self) -> float:
+        """Mean draft levels that a cycle runs; 0 for a drafter that has none."""
+        return self.levels / self.cycles if self.cycles else 0.0
 
-        return GenerationStats(
-            self.cycles + other.cycles,
-            self.emitted + other.emitted,
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-            level(self.drafted_at, other.drafted_at),
-            level(self.accepted_at, other.accepted_at),
-        )
+    def mean_over_passes(self, figures: Sequence[float]) -> float:
+        """The mean over target passes of a figure that each of the drafter's block sizes has."""
+        return float(np.dot(self.passes, figures)) / self.cycles if self.cycles else 0.0
+
+    def __add__(self, other: "GenerationStats") -> "GenerationStats":
+        def added(a: int | tuple[int, ...], b: int | tuple[int, ...]) -> int | tuple[int, ...]:
+            return a + b if isinstance(a, int) else tuple(x + y for x, y in zip(a, b, strict=True))
+
+        return GenerationStats(**{name: added(count, getattr(other, name)) for name, count in vars(self).items()})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from specjax.cache import KVCache
+from specjax.drafters.base import Drafter, Stats
 from specjax.sampling import SamplingState
 from specjax.sharding import unsplit_rows
 
@@ -36,19 +37,6 @@ class Text:
 
 
 @struct.dataclass
-class Stats:
-    """Per row, prefill not counted: `cycles`, `drafted`, `accepted`, `emitted` [B]; `drafted_at`, `accepted_at`
-    [B, depth]: cycles that proposed, or kept, a token at each depth."""
-
-    cycles: jax.Array
-    drafted: jax.Array
-    accepted: jax.Array
-    emitted: jax.Array
-    drafted_at: jax.Array
-    accepted_at: jax.Array
-
-
-@struct.dataclass
 class DecodeState:
     """All that a cycle reads and writes; `drafter` is the drafter's own state.
 
@@ -63,10 +51,14 @@ class DecodeState:
     stats: Stats
 
 
-def no_stats(batch: int, depth: int) -> Stats:
-    """Counters at zero, for drafts up to `depth` deep."""
-    zero, levels = jnp.zeros(batch, jnp.int32), jnp.zeros((batch, depth), jnp.int32)
-    return Stats(zero, zero, zero, zero, levels, levels)
+def no_stats(batch: int, drafter: Drafter) -> Stats:
+    """Counters at zero."""
+
+    def zero(*shape: int) -> jax.Array:
+        return jnp.zeros((batch, *shape), jnp.int32)
+
+    at_depth = zero(drafter.depth)
+    return Stats(zero(), zero(), zero(), zero(), zero(), at_depth, at_depth, zero(len(drafter.blocks)))
 
 
 def insert(state: DecodeState, fresh: DecodeState, rows: jax.Array) -> DecodeState:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from specjax.cache import append
-from specjax.decode.state import DecodeState, Stats, Text, emit
-from specjax.drafters.base import Drafter
+from specjax.decode.state import DecodeState, Text, emit
+from specjax.drafters.base import Drafter, Stats
 from specjax.models.transformer import TargetOutput, Transformer
 from specjax.sampling import SamplingState, draw, greedy
 from specjax.sharding import rowwise, whole
@@ -24,7 +24,8 @@ def step(target: Transformer, drafter: Drafter, verifier: Verifier, state: Decod
     with jax.named_scope("draft"):
         draft = propose(drafter, state)
     with jax.named_scope("target"):
-        output = target_pass(target, drafter, state, draft)
+        block = block_number(drafter, state, draft)
+        output = target_pass(target, drafter, state, draft, block)
     with jax.named_scope("verify"):
         verdict, emitted = rowwise(partial(_judge, verifier))(draft, output.logits, state.sampling, state.text.count)
     with jax.named_scope("append"):
@@ -32,14 +33,15 @@ def step(target: Transformer, drafter: Drafter, verifier: Verifier, state: Decod
         cache = append(state.cache, output.block_kv, verdict.path, taken, after=verdict.next_token)
         accepted, features = rowwise(_along)(verdict.path, draft.tokens, output.features)
         drafter_state = drafter.extend(state.drafter, accepted, features, taken, verdict.next_token)
-        stats = rowwise(_count)(state.stats, draft, taken)
+        stats = rowwise(_count)(state.stats, draft, taken, block)
     return state.replace(text=text, cache=cache, drafter=drafter_state, stats=stats)
 
 
 def propose(drafter: Drafter, state: DecodeState) -> Draft:
     """The drafter's proposal, without nodes past its `size` and without any in finished rows."""
-    draft = drafter.draft(state.drafter, state.text.tokens, state.text.count, state.sampling)
-    return rowwise(_worth_a_pass)(draft, state.text.running)
+    text = state.text
+    draft = drafter.draft(state.drafter, text.tokens, text.count, state.sampling, text.running, state.stats)
+    return rowwise(_worth_a_pass)(draft, text.running)
 
 
 def fits(state: DecodeState, tokens: int) -> jax.Array:
@@ -47,22 +49,27 @@ def fits(state: DecodeState, tokens: int) -> jax.Array:
     return (state.cache.length + tokens <= state.cache.slots).all()
 
 
-def target_pass(target: Transformer, drafter: Drafter, state: DecodeState, draft: Draft) -> TargetOutput:
-    """The target over the smallest block that holds what the running rows' drafts need, padded to the full tree."""
+def block_number(drafter: Drafter, state: DecodeState, draft: Draft) -> jax.Array:
+    """Which of the drafter's blocks is the smallest that holds what the running rows' drafts need: a scalar."""
+    needed = jnp.where(state.text.running, draft.size, 1).max()
+    return (jnp.array(drafter.blocks) < needed).sum()
 
-    def over(block: int):
-        def run():
-            tree = draft.tree.first(block)
+
+def target_pass(target: Transformer, drafter: Drafter, state: DecodeState, draft: Draft, block: jax.Array):
+    """The target over the block of that number, its output padded to the full tree: a `TargetOutput`."""
+
+    def over(size: int):
+        def run() -> TargetOutput:
+            tree = draft.tree.first(size)
             positions = state.cache.length[:, None] + tree.depth
-            output = target(draft.tokens[:, :block], positions, state.cache, tree.mask, taps=drafter.taps)
+            output = target(draft.tokens[:, :size], positions, state.cache, tree.mask, taps=drafter.taps)
             return jax.tree.map(lambda x: _pad_block(x, draft.tokens.shape[1]), output)
 
         return run
 
     if len(drafter.blocks) == 1:
         return over(drafter.blocks[0])()
-    needed = jnp.where(state.text.running, draft.size, 1).max()
-    return lax.switch((jnp.array(drafter.blocks) < needed).sum(), [over(block) for block in drafter.blocks])
+    return lax.switch(block, [over(size) for size in drafter.blocks])
 
 
 def prefill_step(target: Transformer, drafter: Drafter, chunk: int, state: DecodeState) -> DecodeState:
@@ -125,8 +132,9 @@ def _first_token(
     return jax.tree.map(chosen, after, text), token
 
 
-def _count(stats: Stats, draft: Draft, taken: jax.Array) -> Stats:
-    """Add one cycle in which each row took `taken` [B] tokens: its accepted drafts and one of the target's own."""
+def _count(stats: Stats, draft: Draft, taken: jax.Array, block: jax.Array) -> Stats:
+    """Add one cycle over the block of that number, in which each row took `taken` [B] tokens: its accepted drafts and
+    one of the target's own."""
     active = taken > 0
     depths = jnp.arange(1, stats.accepted_at.shape[1] + 1)
     proposed = (draft.tree.valid[:, :, None] & (draft.tree.depth[:, :, None] == depths)).any(1)
@@ -135,8 +143,10 @@ def _count(stats: Stats, draft: Draft, taken: jax.Array) -> Stats:
         drafted=stats.drafted + jnp.where(active, draft.tree.valid.sum(-1) - 1, 0),
         accepted=stats.accepted + jnp.maximum(taken - 1, 0),
         emitted=stats.emitted + taken,
+        levels=stats.levels + (0 if draft.levels is None else jnp.where(active, draft.levels, 0)),
         drafted_at=stats.drafted_at + (proposed & active[:, None]),
         accepted_at=stats.accepted_at + (depths < taken[:, None]),
+        passes=stats.passes + ((jnp.arange(stats.passes.shape[1]) == block) & active[:, None]),
     )
 
 

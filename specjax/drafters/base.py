@@ -4,9 +4,26 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from specjax.sampling import SamplingState
 from specjax.trees import Draft
+
+
+@struct.dataclass
+class Stats:
+    """What came of each row's drafts; prefill does not count. Integers [B]: `cycles`, `drafted`, `accepted`, `emitted`,
+    `levels` (draft levels run); `drafted_at`, `accepted_at` [B, depth]: cycles that proposed, or kept, a token at each
+    depth; `passes` [B, n]: cycles whose target pass had each of the drafter's n block sizes."""
+
+    cycles: jax.Array
+    drafted: jax.Array
+    accepted: jax.Array
+    emitted: jax.Array
+    levels: jax.Array
+    drafted_at: jax.Array
+    accepted_at: jax.Array
+    passes: jax.Array
 
 
 class Drafter(Protocol):
@@ -23,9 +40,18 @@ class Drafter(Protocol):
     def init(self, batch: int, slots: int) -> Any:
         """State for `batch` rows, every array leading with B."""
 
-    def draft(self, state: Any, tokens: jax.Array, count: jax.Array, sampling: SamplingState) -> Draft:
+    def draft(
+        self,
+        state: Any,
+        tokens: jax.Array,
+        count: jax.Array,
+        sampling: SamplingState,
+        running: jax.Array,
+        stats: Stats,
+    ) -> Draft:
         """Propose a continuation of tokens [B, S], of which the first count [B] are the text so far.
 
+        For decisions that concern the whole batch: which rows are running [B], and what came of their drafts so far.
         Called in explicit-sharding mode: what only gathers and compares within a row is wrapped in `rowwise`.
         """
 

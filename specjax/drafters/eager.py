@@ -20,7 +20,7 @@ class Eager:
     def init(self, batch, slots):
         return ()
 
-    def draft(self, state, tokens, count, sampling):
+    def draft(self, state, tokens, count, sampling, running, stats):
         return rowwise(_root_alone)(tokens, count)
 
     def extend(self, state, tokens, features, count, after):

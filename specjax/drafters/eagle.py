@@ -3,9 +3,11 @@
 text      ... s  t | u        u: last accepted token, the root; pairs of true features up to (t's feature, u) are cached
 level 1   guesses after u     from the output at the last pair: no pass of its own
 level 2   guesses after the best `width` guesses of level 1, in one pass that sees its ancestors
- ...
-tree      of all guesses the `nodes` - 1 of highest cumulative probability, and the root
+ ...       until `depth`, or until another level does not pay (see `prices`)
+tree      of all guesses the `nodes` - 1 of highest cumulative probability, and the root; with prices fewer
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +19,14 @@ from specjax import cache as kv_cache
 from specjax import trees
 from specjax.cache import KVCache
 from specjax.drafters.base import last_of
+from specjax.drafters.prices import Prices
 from specjax.loading.eagle import EagleDraft, parts
 from specjax.loading.target import fill
 from specjax.models.attention import Earlier
 from specjax.models.eagle import EagleConfig, EagleLayer
 from specjax.models.layers import rms_norm, rotary
 from specjax.models.transformer import BlockKV
-from specjax.sharding import row_spec, rowwise, spec
+from specjax.sharding import padded, row_spec, rowwise, spec
 from specjax.trees import Draft
 
 
@@ -37,12 +40,34 @@ class EagleState:
 
 @struct.dataclass
 class Guesses:
-    """All guesses so far [B, C]: token, cumulative log-probability, depth, and which guess stands above (-1: root)."""
+    """Room for all guesses [B, C]: token, cumulative log-probability (-inf: not guessed yet), which guess stands above
+    (-1: the root).
+
+        C     0 .. width | width^2 of level 2 | width^2 of level 3 | ..
+    """
 
     token: jax.Array
     score: jax.Array
     above: jax.Array
-    depth: jax.Array
+
+
+@struct.dataclass
+class Growth:
+    """A tree in growth, with room for the U = (depth - 1) * width guesses that may pass through the layer.
+
+    `level`: of the last guesses; `frontier` [B, width]: the best of them, which are gone on with; `log_share` [B]: what
+    part of the probability of the frontier above it has; `hidden` [B, width, W]: what the layer takes in with it; `k`,
+    `v` [B, U, K, H]: of the frontiers above; `sees` [B, width, U]: which of those are its ancestors.
+    """
+
+    level: jax.Array
+    guesses: Guesses
+    frontier: jax.Array
+    log_share: jax.Array
+    hidden: jax.Array
+    k: jax.Array
+    v: jax.Array
+    sees: jax.Array
 
 
 @struct.dataclass
@@ -53,6 +78,11 @@ class Eagle:
     `layer`: its parameters; `embed` [V', W]: the target's embedding; `target_norm` [D]: the target's final norm, for
     EAGLE-1; `lm_head` [V', W]: the target's, where the layer has none of its own. Either is over `vocab_size` tokens,
     whose target ids are `token_ids` [vocab_size] (None: all of the target's).
+
+    With `prices` drafting stops, and the block shrinks, where more is not expected to pay (see `Terms`). Whether a
+    level pays is asked before it is drafted, as if it would have one guess after each of the frontier, together as
+    probable given the frontier as that was given the one above. Without prices all levels are drafted and all nodes
+    verified.
     """
 
     layer: nnx.State
@@ -60,6 +90,7 @@ class Eagle:
     target_norm: jax.Array
     lm_head: jax.Array | None
     token_ids: jax.Array | None
+    prices: Prices | None
     graph: nnx.GraphDef = struct.field(pytree_node=False)
     config: EagleConfig = struct.field(pytree_node=False)
     taps: tuple[int, ...] = struct.field(pytree_node=False)
@@ -70,7 +101,7 @@ class Eagle:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        return (self.nodes,)
+        return (self.nodes,) if self.prices is None else self.prices.blocks
 
     def init(self, batch, slots):
         dtype, layer = self.embed.dtype, self.config.layer
@@ -96,23 +127,50 @@ class Eagle:
         computed = jnp.isnan(last[:, 0]).astype(jnp.int32)  # for `append`, which has to come after the pass
         return EagleState(kv_cache.append(state.cache, BlockKV((k,), (v,)), path, count, computed), last)
 
-    def draft(self, state, tokens, count, sampling):
-        layer = nnx.merge(self.graph, self.layer)
+    def draft(self, state, tokens, count, sampling, running, stats):
+        layer, cache = nnx.merge(self.graph, self.layer), state.cache
         lm_head = layer.lm_head[...] if self.lm_head is None else self.lm_head
-        logits = layer.logits(state.output[:, None], lm_head, self.vocab_size)
-        guesses, frontier = rowwise(self._first_level)(logits, self.token_ids)
-        fed_back = jnp.repeat(layer.fed_back(state.output[:, None]), self.width, axis=1)
-        earlier, mask = None, jnp.eye(self.width, dtype=bool)[None]
-        for level in range(2, self.depth + 1):
-            inputs = rowwise(_gather)(guesses.token, frontier)
-            positions = state.cache.length[:, None] + (level - 2) + jnp.zeros_like(frontier)
-            output, k, v = self._pass(layer, state.cache, inputs, fed_back, positions, mask, earlier)
-            earlier = Earlier(k, v, positions) if earlier is None else earlier.then(k, v, positions)
+        terms = self.prices and self.prices.terms(len(count), cache.slots, running, stats)
+        places = cache.length[:, None] + jnp.arange((self.depth - 1) * self.width) // self.width
+
+        def go_on(tree: Growth):
+            deeper = tree.level < self.depth
+            return deeper if terms is None else deeper & terms.go_on(tree.guesses.score, rowwise(_foreseen)(tree))
+
+        def next_level(tree: Growth) -> Growth:
+            inputs = rowwise(_gather)(tree.guesses.token, tree.frontier)
+            positions = cache.length[:, None] + (tree.level - 1) + jnp.zeros_like(tree.frontier)
+            mask, earlier = rowwise(_and_itself)(tree.sees), Earlier(tree.k, tree.v, places)
+            output, k, v = self._pass(layer, cache, inputs, tree.hidden, positions, mask, earlier)
             logits = layer.logits(output, lm_head, self.vocab_size)
-            guesses, frontier, parent = rowwise(self._next_level)(logits, self.token_ids, guesses, frontier)
-            fed_back = rowwise(_gather_rows)(layer.fed_back(output), parent)
-            mask = rowwise(_see)(mask, parent)
-        return rowwise(self._best)(guesses, tokens, count)
+            guesses, frontier, log_share, parent = rowwise(self._next_level)(logits, self.token_ids, tree)
+            place = (tree.level - 1) * self.width
+            return Growth(
+                tree.level + 1,
+                guesses,
+                frontier,
+                log_share,
+                rowwise(_gather_rows)(layer.fed_back(output), parent),
+                lax.dynamic_update_slice_in_dim(tree.k, k, place, axis=1),
+                lax.dynamic_update_slice_in_dim(tree.v, v, place, axis=1),
+                rowwise(_seen_below)(mask, parent, place),
+            )
+
+        logits = layer.logits(state.output[:, None], lm_head, self.vocab_size)
+        guesses, frontier, log_share = rowwise(self._first_level)(logits, self.token_ids)
+        hidden = jnp.repeat(layer.fed_back(state.output[:, None]), self.width, axis=1)
+        tree = Growth(jnp.int32(1), guesses, frontier, log_share, hidden, *self._room(len(count)))
+        if self.depth > 1:
+            tree = lax.while_loop(go_on, next_level, tree)
+        size = self.nodes if terms is None else terms.best_block(tree.guesses.score)
+        return rowwise(self._best)(tree.guesses, tokens, count, size, tree.level)
+
+    def _room(self, batch: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Keys, values and what is seen of them, of a tree whose guesses have not passed through the layer yet."""
+        layer, places = self.config.layer, (self.depth - 1) * self.width
+        shape = (batch, places, padded(layer.kv_heads, "kv_heads"), layer.head_dim)
+        empty = jnp.zeros(shape, self.embed.dtype, out_sharding=spec("batch", None, "kv_heads", None))
+        return empty, empty, jnp.zeros((batch, self.width, places), bool, out_sharding=row_spec(3))
 
     def _states(self, features: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         if self.config.states:
@@ -131,34 +189,58 @@ class Eagle:
         best = best - jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
         return places if token_ids is None else token_ids[places], best
 
-    def _first_level(self, logits, token_ids) -> tuple[Guesses, jax.Array]:
+    def _first_level(self, logits: jax.Array, token_ids: jax.Array | None) -> tuple[Guesses, jax.Array, jax.Array]:
+        """The guesses after the root by logits [B, 1, V'], all of them the frontier [B, width], and its `log_share`."""
         token, score = (x[:, 0] for x in self._after_each(logits, token_ids))
-        places = jnp.broadcast_to(jnp.arange(self.width), token.shape)
-        return Guesses(token, score, jnp.full_like(token, -1), jnp.ones_like(token)), places
+        later = ((0, 0), (0, (self.depth - 1) * self.width**2))
+        above = jnp.full_like(token, -1)
+        guesses = Guesses(jnp.pad(token, later), jnp.pad(score, later, constant_values=-jnp.inf), jnp.pad(above, later))
+        return guesses, jnp.broadcast_to(jnp.arange(self.width), token.shape), _log_sum(score)
 
-    def _next_level(self, logits, token_ids, guesses: Guesses, frontier) -> tuple[Guesses, jax.Array, jax.Array]:
-        """All guesses with those after the frontier's [B, width], the best of them as the next frontier, and which of
-        the old frontier stands above each [B, width]."""
-        known = guesses.token.shape[1]
+    def _next_level(self, logits: jax.Array, token_ids: jax.Array | None, tree: Growth):
+        """The guesses with those after the frontier by its logits [B, width, V'], the next frontier [B, width], its
+        `log_share`, and which of the frontier stands above each of the next [B, width]."""
         token, score = self._after_each(logits, token_ids)
-        score = score + _gather(guesses.score, frontier)[..., None]
-        above = jnp.broadcast_to(frontier[..., None], score.shape)
-        depth = jnp.broadcast_to(guesses.depth[:, -1:, None] + 1, score.shape)
-        fresh = Guesses(*(x.reshape(len(x), -1) for x in (token, score, above, depth)))
-        best = lax.top_k(fresh.score, self.width)[1]
-        grown = jax.tree.map(lambda old, new: jnp.concatenate([old, new], axis=1), guesses, fresh)
-        return grown, best + known, best // self.width
+        reached = _gather(tree.guesses.score, tree.frontier)
+        score = score + reached[..., None]
+        above = jnp.broadcast_to(tree.frontier[..., None], score.shape)
+        fresh = Guesses(*(x.reshape(len(x), -1) for x in (token, score, above)))
+        start = self.width + (tree.level - 1) * self.width**2
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
+        best_score, best = lax.top_k(fresh.score, self.width)
+        share = _log_sum(best_score) - _log_sum(reached)
+        return jax.tree.map(put, tree.guesses, fresh), start + best, share, best // self.width
 
-    def _best(self, guesses: Guesses, tokens, count) -> Draft:
-        """The tree of the most probable guesses; no guess is more probable than the one above it."""
-        picked = jnp.sort(lax.top_k(guesses.score, self.nodes - 1)[1], axis=-1)  # so that parents stand first
+    def _best(self, guesses: Guesses, tokens, count, size, levels) -> Draft:
+        """The tree of the most probable guesses, the best first, so that its first nodes are the best smaller tree: no
+        guess is more probable than the one above it, which, made earlier, also wins a tie."""
+        score, picked = lax.top_k(guesses.score, self.nodes - 1)
         above = _gather(guesses.above, picked)
-        parent = jnp.where(above < 0, 0, 1 + (picked[:, None, :] < above[:, :, None]).sum(-1))
+        parent = jnp.where(above < 0, 0, 1 + jnp.argmax(picked[:, None] == above[..., None], axis=-1))
+        depth = jnp.where(picked < self.width, 1, 2 + (picked - self.width) // self.width**2)
         root = jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)
-        parent = jnp.concatenate([jnp.full_like(root, -1), parent], axis=1)
-        nodes = jnp.concatenate([root, _gather(guesses.token, picked)], axis=1)
-        depth = jnp.concatenate([jnp.zeros_like(root), _gather(guesses.depth, picked)], axis=1)
-        return Draft(trees.grown(parent, depth, self.depth), nodes, jnp.full_like(count, self.nodes))
+
+        def below(root, others):
+            return jnp.concatenate([root, others], axis=1)
+
+        valid = below(root >= 0, score > -jnp.inf)
+        parent, depth = below(jnp.full_like(root, -1), parent), below(jnp.zeros_like(root), depth)
+        nodes = below(root, _gather(guesses.token, picked))
+        return Draft(
+            trees.grown(parent, depth, valid, self.depth),
+            nodes,
+            jnp.full_like(count, size),
+            jnp.full_like(count, levels),
+        )
+
+
+def _foreseen(tree: Growth) -> jax.Array:
+    """Scores [B, width] of a next level that is like the last one."""
+    return _gather(tree.guesses.score, tree.frontier) + tree.log_share[:, None]
+
+
+def _log_sum(scores: jax.Array) -> jax.Array:
+    return jax.scipy.special.logsumexp(scores, axis=-1)
 
 
 def _following(tokens: jax.Array, count: jax.Array, after: jax.Array) -> jax.Array:
@@ -175,16 +257,23 @@ def _gather_rows(x: jax.Array, places: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, places[..., None], axis=1)
 
 
-def _see(mask: jax.Array, parent: jax.Array) -> jax.Array:
-    """The mask of the next level [B, width, U + width]: what the parent saw [B, width, U], and oneself."""
-    rows, width = parent.shape
-    seen = jnp.take_along_axis(jnp.broadcast_to(mask, (rows, *mask.shape[1:])), parent[..., None], axis=1)
-    return jnp.concatenate([seen, jnp.broadcast_to(jnp.eye(width, dtype=bool), (rows, width, width))], axis=-1)
+def _and_itself(sees: jax.Array) -> jax.Array:
+    """The mask of a level [B, width, U + width]: the ancestors that each guess sees [B, width, U], and itself."""
+    rows, width = sees.shape[:2]
+    return jnp.concatenate([sees, jnp.broadcast_to(jnp.eye(width, dtype=bool), (rows, width, width))], axis=-1)
 
 
-def from_draft(draft: EagleDraft, target, *, nodes: int, depth: int, width: int) -> Eagle:
+def _seen_below(mask: jax.Array, parent: jax.Array, place: jax.Array) -> jax.Array:
+    """What the next level sees [B, width, U]: what its parents saw, and they themselves, now kept from `place` on."""
+    seen = _gather_rows(mask, parent)
+    places = seen.shape[-1] - seen.shape[1]
+    return lax.dynamic_update_slice_in_dim(seen[..., :places], seen[..., places:], place, axis=2)
+
+
+def from_draft(draft: EagleDraft, target, *, nodes: int, depth: int, width: int, prices: Prices | None = None) -> Eagle:
     """A trained draft that grows trees of that size, on the mesh and in the dtype of `target` (a
-    `decode.target.Target`). Raises ValueError if there are not as many guesses, or as many layers, as asked for."""
+    `decode.target.Target`); with prices, given as arrays on the host, trees of at most that size. Raises ValueError if
+    there are not as many guesses, or as many layers, as asked for."""
     config, layers = draft.config, target.config.layers
     vocab_size = config.draft_vocab or target.config.vocab_size
     guesses = width + (depth - 1) * width * width
@@ -207,6 +296,7 @@ def from_draft(draft: EagleDraft, target, *, nodes: int, depth: int, width: int)
         target.norm,
         None if config.draft_vocab else target.lm_head,
         None if draft.token_ids is None else target.put(draft.token_ids, np.int32, None),
+        jax.tree.map(lambda ms: target.put(ms, np.float32, *[None] * ms.ndim), prices),
         graph=graph,
         config=config,
         taps=taps,

@@ -40,7 +40,7 @@ class Lookup:
     def init(self, batch, slots):
         return ()
 
-    def draft(self, state, tokens, count, sampling):
+    def draft(self, state, tokens, count, sampling, running, stats):
         return rowwise(self._copied)(tokens, count)
 
     def extend(self, state, tokens, features, count, after):

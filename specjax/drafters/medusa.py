@@ -57,7 +57,7 @@ class Medusa:
         """The target's last hidden state, before its final norm, of each row's last cached token [B, D]."""
         return jnp.zeros((batch, *self.norm.shape), self.norm.dtype, out_sharding=row_spec(2))
 
-    def draft(self, state, tokens, count, sampling):
+    def draft(self, state, tokens, count, sampling, running, stats):
         heads = nnx.merge(self.graph, self.heads)
         hidden = heads(rms_norm(state, self.norm, self.eps)[:, None])
         logits = heads.logits(hidden, self.lm_head, self.vocab_size)[:, 0]
