@@ -8,6 +8,8 @@ eagle:depthN      (5) ... from
 eagle:widthN      (4) guesses at each level, and that many guesses after each
 eagle:chainN      N nodes in a row, root included
 eagle:fixed       with a cost table too, always all levels and all nodes; else as few of them as pay by the table
+medusa+lookup     with the same options, `typical` excepted: what lookup copies stands in the same tree, which does not
+eagle+lookup      grow; after a long match nothing is drafted, and 15 tokens are copied, or as many as the tree has
 """
 
 import difflib
@@ -19,7 +21,7 @@ import numpy as np
 
 from specjax import trees
 from specjax.costs import HOW_TO_MEASURE, CostTable
-from specjax.drafters import eagle, medusa, prices
+from specjax.drafters import eagle, medusa, merged, prices
 from specjax.drafters.base import Drafter
 from specjax.drafters.eager import Eager
 from specjax.drafters.eagle import Eagle
@@ -41,6 +43,11 @@ OPTIONS = {
     "medusa": ("treeN", "chainN", "typical"),
     "eagle": ("treeN", "chainN", "depthN", "widthN", "fixed"),
 }
+VERIFIERS = {"typical": Typical}  # by the option that asks for it; target-first where none does
+OPTIONS |= {
+    f"{learned}+lookup": tuple(option for option in OPTIONS[learned] if option not in VERIFIERS)
+    for learned in ("medusa", "eagle")
+}
 NUMBERED = re.compile(r"(tree|chain|depth|width)(\d+)")
 EAGLE_NODES, EAGLE_DEPTH, EAGLE_WIDTH = 16, 5, 4
 EAGLE_BLOCKS = (4, 8, 16, 32, 64, 128)  # each that a plan can choose is one more target pass to compile
@@ -54,6 +61,11 @@ def check(name: str, draft: str | None = None) -> None:
         hint = f"did you mean {near[0]!r}" if near else f"choose one of {', '.join(OPTIONS)}"
         raise ValueError(f"method {kind!r} is unknown; {hint}")
     for option in options:
+        if "+" in kind and option in VERIFIERS:
+            raise ValueError(
+                f"{option!r} of {name!r} does not go with copied tokens, which need target-first verification; "
+                f"leave out {option!r} or '+lookup'"
+            )
         number = NUMBERED.fullmatch(option)
         if (f"{number[1]}N" if number else option) not in OPTIONS[kind]:
             takes = f"it takes {', '.join(OPTIONS[kind])}" if OPTIONS[kind] else "it takes none"
@@ -85,12 +97,15 @@ def build(
     """
     check(name, draft)
     kind, *options = name.split(":")
+    learned, _, copying = kind.partition("+")
     if kind in UNTRAINED:
         drafter = UNTRAINED[kind]()
     else:
-        build_drafter = {"medusa": _medusa, "eagle": _eagle}[kind]
+        build_drafter = {"medusa": _medusa, "eagle": _eagle}[learned]
         drafter = build_drafter(options, target, draft, costs, template_args)
-    return drafter, Typical(drafter.depth) if "typical" in options else TargetFirst(drafter.depth)
+    drafter = merged.with_lookup(drafter) if copying else drafter
+    verifier = next((VERIFIERS[option] for option in options if option in VERIFIERS), TargetFirst)
+    return drafter, verifier(drafter.depth)
 
 
 def fastest_tree(frequency: np.ndarray, costs: CostTable, draft_ms: float | None = None) -> int:

@@ -85,6 +85,30 @@ def grown(parent: jax.Array, depth: jax.Array, valid: jax.Array, deepest: int) -
     return Tree(parent.astype(jnp.int32), depth.astype(jnp.int32), mask, valid)
 
 
+def with_chain(tree: Tree, kept: jax.Array, below: jax.Array, length: jax.Array, nodes: int) -> Tree:
+    """The first kept [B] nodes of `tree` and behind them `length` [B] more, one after the other below node `below` [B].
+
+        0 - 1 - 2        kept 4, below 1, length 2        0 - 1 - 2
+        |                                                 |    \\
+        3 - 4 - 5                                         3     4 - 5        of `nodes` nodes the others are not valid
+    """
+    rows, spare = tree.parent.shape[0], nodes - tree.parent.shape[1]
+    number, below = jnp.broadcast_to(jnp.arange(nodes), (rows, nodes)), below[:, None]
+    place = number - kept[:, None]  # in the chain; negative: of the tree
+    fresh = place >= 0
+
+    def placed(old, new):
+        return jnp.where(fresh, new, jnp.pad(old, ((0, 0), (0, spare))))
+
+    parent = placed(tree.parent, jnp.where(place == 0, below, number - 1))
+    depth = placed(tree.depth, jnp.take_along_axis(tree.depth, below, axis=1) + 1 + place)
+    valid = placed(tree.valid, place < length[:, None])
+    mask = jnp.pad(tree.mask, ((0, 0), (0, spare), (0, spare)))
+    chain = jnp.take_along_axis(mask, below[..., None], axis=1) | (fresh[:, None] & jnp.tri(nodes, dtype=bool))
+    seen = jnp.where(fresh[..., None], chain, mask) & valid[:, None] & valid[..., None]
+    return Tree(parent, depth, seen | jnp.eye(nodes, dtype=bool), valid)
+
+
 def depths(parents: np.ndarray) -> np.ndarray:
     """Depth [T] of each node of parents [T]."""
     depth = np.zeros(len(parents), int)

@@ -43,6 +43,23 @@ def test_leading_nodes_are_a_tree():
         np.testing.assert_array_equal(a, b)
 
 
+def test_a_chain_hangs_behind_the_beginning_of_a_tree():
+    """Below another node in each row, the tree cut off at another one, and one node invalid."""
+    valid = np.array([[True] * 7, [True, True, False, True, True, True, False]])
+    tree = trees.static(LOPSIDED, valid)
+    kept, below, length = np.array([4, 6]), np.array([2, 5]), np.array([2, 1])
+    got = jax.jit(trees.with_chain, static_argnums=4)(tree, kept, below, length, 9)
+    for row, parents in enumerate([[-1, 0, 0, 1, 2, 4], [-1, 0, 0, 1, 1, 3, 5]]):
+        size = len(parents)
+        known = np.array([*valid[row, : kept[row]], *[True] * length[row]])
+        assert got.parent[row, :size].tolist() == parents
+        assert got.depth[row, :size].tolist() == trees.depths(np.array(parents)).tolist()
+        assert got.valid[row].tolist() == [*known, *[False] * (9 - size)]
+        want = np.eye(9, dtype=bool)
+        want[:size, :size] |= ancestors(parents) & known & known[:, None]
+        np.testing.assert_array_equal(got.mask[row], want)
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_tree_pass_equals_every_path_fed_as_plain_text(mesh):
     """For prefixes of 1 and 17 tokens in one batch."""

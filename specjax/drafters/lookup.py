@@ -41,6 +41,10 @@ class Lookup:
         return ()
 
     def draft(self, state, tokens, count, sampling, running, stats):
+        return self.copied(tokens, count)[0]
+
+    def copied(self, tokens: jax.Array, count: jax.Array) -> tuple[Draft, jax.Array]:
+        """The draft, and how many tokens the best match of each row has [B], `longest` at most (0: no match)."""
         return rowwise(self._copied)(tokens, count)
 
     def extend(self, state, tokens, features, count, after):
@@ -52,10 +56,11 @@ class Lookup:
     def cut(self, state, length):
         return state
 
-    def _copied(self, tokens: jax.Array, count: jax.Array) -> Draft:
+    def _copied(self, tokens: jax.Array, count: jax.Array) -> tuple[Draft, jax.Array]:
         """What followed the best matches in tokens [B, S], of which the first count [B] are the text so far."""
         last = jnp.take_along_axis(tokens, count[:, None] - 1, axis=1)
         score, following = self._matches(tokens, count)
+        matched = score.max(-1) // tokens.shape[1]
         proposed, known = [last], [last >= 0]
         for length in self.branches:
             best = jnp.argmax(score, axis=-1)[:, None]
@@ -66,7 +71,7 @@ class Lookup:
             score = jnp.where(following == jnp.take_along_axis(following, best, axis=1), 0, score)
         tree = trees.static(trees.branches(*self.branches), jnp.concatenate(known, axis=1))
         size = jnp.where(tree.valid[:, 1:].any(-1), self.blocks[-1], 1)
-        return Draft(tree, jnp.concatenate(proposed, axis=1), size)
+        return Draft(tree, jnp.concatenate(proposed, axis=1), size), matched
 
     def _matches(self, tokens: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Score every text position as the end of a match [B, S] (0: none) and say which token follows it [B, S].
