@@ -17,9 +17,12 @@ LAYERS, STEPS = FIELDS["num_hidden_layers"], 3
 KIND = {"steps": STEPS, "states": TAPS, "draft_vocab": 15, "loss": "kl"}
 VARIANTS = {
     "3": (Eagle(**KIND), Variant()),
+    "3, more kv heads": (Eagle(**KIND, kv_heads=4), Variant()),
     "3.1": (Eagle(**KIND, variant="3.1"), Variant(state_norms=True, norm_output=True)),
     "1": (Eagle(variant="1", steps=STEPS, draft_vocab=0), Variant(states=0, draft_vocab=None)),
 }
+
+SAME_START = (Eagle(**KIND), Eagle(**KIND, kv_heads=4))
 
 
 def own_states(task: Eagle, batch) -> np.ndarray:
@@ -41,7 +44,7 @@ def test_each_step_at_each_place_gives_the_law_that_decoding_gives_there(name, m
     place_of, graph, ids, params = begin(task, MESHES[mesh])
     batch = packed(2)
     draft = task.export(params, IDS if task.draft_vocab else None, place_of, about())
-    shape = tuple(FIELDS[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    shape = (FIELDS["num_attention_heads"], draft.config.layer.kv_heads, FIELDS["head_dim"])
     reference = Reference(variant, draft.tensors, shape, FIELDS["rope_theta"])
 
     def laws(leaves, params, batch, states):
@@ -84,6 +87,25 @@ def test_a_layer_starts_as_the_targets_last_one_and_its_head_as_the_targets_rows
     np.testing.assert_array_equal(draft.tensors["fc.weight"], np.eye(WIDTH, 3 * WIDTH, 2 * WIDTH))
     np.testing.assert_array_equal(draft.tensors["norm.weight"], table["model.norm.weight"])
     np.testing.assert_array_equal(draft.tensors["lm_head.weight"], table["lm_head.weight"][IDS])
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_layer_of_more_kv_heads_starts_as_the_same_function(mesh):
+    place_of = target(mesh=MESHES[mesh])
+    fewer, more = (task.export(task.init(place_of, jnp.array(IDS)), IDS, place_of, about()) for task in SAME_START)
+    assert more.tensors["midlayer.self_attn.k_proj.weight"].shape[0] == 4 * FIELDS["head_dim"]
+    for name in ("k", "v"):
+        heads = fewer.tensors[f"midlayer.self_attn.{name}_proj.weight"].reshape(2, FIELDS["head_dim"], -1)
+        got = more.tensors[f"midlayer.self_attn.{name}_proj.weight"].reshape(4, FIELDS["head_dim"], -1)
+        np.testing.assert_array_equal(got, heads[[0, 0, 1, 1]])
+    assert set(fewer.tensors) == set(more.tensors)
+    for name in fewer.tensors.keys() - {f"midlayer.self_attn.{name}_proj.weight" for name in "kv"}:
+        np.testing.assert_array_equal(more.tensors[name], fewer.tensors[name])
+
+
+def test_kv_heads_that_do_not_group_the_targets_are_refused():
+    with pytest.raises(ValueError, match="kv_heads 3 is not a multiple of the target's 2"):
+        Eagle(**KIND, kv_heads=3).init(target(), jnp.array(IDS))
 
 
 def test_a_layer_without_input_norm_starts_by_reading_what_the_targets_last_one_reads():

@@ -20,12 +20,12 @@ from specjax import cache
 from specjax.drafters.eagle import from_draft
 from specjax.loading.eagle import EagleDraft, parts, save_eagle
 from specjax.loading.target import taken_apart
-from specjax.models.attention import Earlier
+from specjax.models.attention import Attention, Earlier
 from specjax.models.config import ModelConfig
 from specjax.models.eagle import EagleConfig, EagleLayer
 from specjax.models.layers import rotary
 from specjax.models.transformer import Transformer
-from specjax.sharding import spec
+from specjax.sharding import padded, spec
 from train_drafts.packing import Batch
 from train_drafts.tasks.base import Task
 
@@ -38,15 +38,17 @@ class Eagle(Task):
     """One EAGLE layer of `variant` 1, 3 or 3.1, which starts as the target's last layer.
 
     `steps`: runs of the training-time test; `states`: the target's states that are fused, state i being what enters
-    layer i (empty: 2, half of the layers, the third from the end, and the last layer's output). `regression`: weight,
-    beside that of the tokens' loss, of the distance (smooth L1) to the state that the target's LM head reads; `noise`:
-    amplitude of uniform noise on the hidden states at 512 tokens, less on longer rows (EAGLE-1, arXiv 2401.15077,
-    has 1 step, scale 0.1, regression 1 and noise 0.1).
+    layer i (empty: 2, half of the layers, the third from the end, and the last layer's output). `kv_heads`: those of
+    the layer, a multiple of the target's (0: as many); the newest token's embedding enters by its values alone.
+    `regression`: weight, beside that of the tokens' loss, of the distance (smooth L1) to the state that the target's
+    LM head reads; `noise`: amplitude of uniform noise on the hidden states at 512 tokens, less on longer rows
+    (EAGLE-1, arXiv 2401.15077, has 1 step, scale 0.1, regression 1 and noise 0.1).
     """
 
     variant: str = "3"
     steps: int = 3
     states: tuple[int, ...] = ()
+    kv_heads: int = 0
     regression: float = 0.0
     noise: float = 0.0
 
@@ -138,7 +140,7 @@ class Eagle(Task):
 
     def _config(self, config: ModelConfig, draft_vocab: int | None) -> EagleConfig:
         family = "qwen3" if config.qk_norm else "llama"
-        one = dict(layers=1, windows=(None,), qkv_bias=False, tied=False)
+        one = dict(layers=1, windows=(None,), qkv_bias=False, tied=False, kv_heads=self._kv_heads(config))
         newest = self.variant == "3.1"
         return EagleConfig(
             layer=dataclasses.replace(config, family=family, **one),
@@ -162,10 +164,11 @@ class Eagle(Task):
             return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(before, 0)])
 
         passed = jnp.eye(width) if fused else jnp.diag(last.attention_norm[...] / target.norm[...])
+        qkv, out = self._regrouped(last.attention, target.config)
         start = [
             (draft.fc, behind(passed, (fused - 1 if fused else 1) * width)),
-            (draft.attention.qkv, behind(last.attention.qkv[...], width if fused else 0)),
-            (draft.attention.out, last.attention.out[...]),
+            (draft.attention.qkv, behind(qkv, width if fused else 0)),
+            (draft.attention.out, out),
             (draft.mlp_norm, last.mlp_norm[...]),
             (draft.mlp.gate_up, last.mlp.gate_up[...]),
             (draft.mlp.down, last.mlp.down[...]),
@@ -177,3 +180,29 @@ class Eagle(Task):
             start += [(draft.attention.q_norm, attention.q_norm[...]), (draft.attention.k_norm, attention.k_norm[...])]
         for parameter, value in start:
             parameter[...] = value.astype(jnp.float32)
+
+    def _kv_heads(self, config: ModelConfig) -> int:
+        """Raises ValueError if the target's heads cannot be grouped so."""
+        kv_heads = self.kv_heads or config.kv_heads
+        if kv_heads % config.kv_heads or config.heads % kv_heads:
+            raise ValueError(
+                f"kv_heads {kv_heads} is not a multiple of the target's {config.kv_heads} that divides its "
+                f"{config.heads} heads; give such a one, or 0 for the target's"
+            )
+        return kv_heads
+
+    def _regrouped(self, attention: Attention, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+        """The qkv [K, G + 2, H, D] and out [D, K * G * H] of the target's attention for the layer's kv heads, each of
+        which starts as one of the target's."""
+        qkv, out, kv_heads = attention.qkv[...], attention.out[...], self._kv_heads(config)
+        if kv_heads == config.kv_heads:
+            return qkv, out
+        qkv, out = (jax.reshard(x, spec(*[None] * x.ndim)) for x in (qkv, out))
+        surplus = (0, padded(kv_heads, "kv_heads") - kv_heads)
+        heads, keys_values = qkv[: config.kv_heads, :-2], qkv[: config.kv_heads, -2:]
+        heads = heads.reshape(kv_heads, -1, *heads.shape[2:])
+        keys_values = jnp.repeat(keys_values, kv_heads // config.kv_heads, axis=0)
+        qkv = jnp.pad(jnp.concatenate([heads, keys_values], axis=1), (surplus, (0, 0), (0, 0), (0, 0)))
+        out = out.reshape(len(out), -1, config.group * config.head_dim)[:, : config.kv_heads]
+        out = jnp.pad(out.reshape(len(out), kv_heads, -1), ((0, 0), surplus, (0, 0))).reshape(len(out), -1)
+        return jax.reshard(qkv, spec("kv_heads", None, None, None)), jax.reshard(out, spec(None, "kv_heads"))
