@@ -168,10 +168,12 @@ def test_a_dispatch_lays_out_few_weights_anew(shape, method):
 
 @pytest.mark.parametrize("shape, method", CASES)
 def test_there_is_no_loop_but_the_cycle_the_sampled_walk_and_the_draft_levels(shape, method):
-    """The cycle; EAGLE's draft levels; the walk down the tree when sampling; in it the searches of top-k and top-p."""
+    """The cycle; EAGLE's draft levels, which read the layer's own keys and values; the walk down the tree when
+    sampling; in it the searches of top-k and top-p."""
     cycle = compiled(shape, method)
     loops = [result for _, result, opcode, _ in cycle.instructions if opcode == "while"]
-    carrying = [result for result in loops if cycle.cache in shapes(result)]
+    own = 2 if method == "eagle" else 0
+    carrying = [result for result in loops if shapes(result).count(cycle.cache) > own]
     assert len(carrying) == 1
     assert len(loops) <= 4 + (method == "eagle")
 
