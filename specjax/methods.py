@@ -8,6 +8,7 @@ eagle:depthN      (5) ... from
 eagle:widthN      (4) guesses at each level, and that many guesses after each
 eagle:chainN      N nodes in a row, root included
 eagle:fixed       with a cost table too, always all levels and all nodes; else as few of them as pay by the table
+eagle:coupled     at temperature, guesses by the noise of the target's own draw instead of the most probable ones
 medusa+lookup     with the same options, `typical` excepted: what lookup copies stands in the same tree, which does not
 eagle+lookup      grow; after a long match nothing is drafted, and 15 tokens are copied, or as many as the tree has
 """
@@ -41,7 +42,7 @@ OPTIONS = {
     "eager": (),
     "lookup": (),
     "medusa": ("treeN", "chainN", "typical"),
-    "eagle": ("treeN", "chainN", "depthN", "widthN", "fixed"),
+    "eagle": ("treeN", "chainN", "depthN", "widthN", "fixed", "coupled"),
 }
 VERIFIERS = {"typical": Typical}  # by the option that asks for it; target-first where none does
 OPTIONS |= {
@@ -144,7 +145,8 @@ def _eagle(options: list[str], target, folder: str, costs: CostTable | None, tem
     _check(draft, target, template_args)
     nodes, depth, width = _eagle_sizes(options)
     priced = None if "fixed" in options else _eagle_prices(costs, nodes, width)
-    return eagle.from_draft(draft, target, nodes=nodes, depth=depth, width=width, prices=priced)
+    coupled = "coupled" in options
+    return eagle.from_draft(draft, target, nodes=nodes, depth=depth, width=width, prices=priced, coupled=coupled)
 
 
 def _eagle_sizes(options: list[str]) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.extend.random import threefry_2x32
 
 from specjax.models.attention import MASKED
 
@@ -74,22 +75,26 @@ def threshold(values: jax.Array, weights: jax.Array, mass: jax.Array) -> jax.Arr
 def draw(logits: jax.Array, sampling: SamplingState, position: jax.Array) -> jax.Array:
     """The token [B] at text `position` [B], sampled from logits [B, V] (greedy where temperature is 0)."""
     weights = process(logits, sampling)
-    return greedy(
-        jnp.where(
-            (sampling.temperature > 0)[:, None], weights + gumbel(sampling.key, position, logits.shape[-1]), logits
-        )
-    )
+    noise = gumbel(sampling.key, position, jnp.arange(logits.shape[-1]))
+    return greedy(jnp.where((sampling.temperature > 0)[:, None], weights + noise, logits))
 
 
-def gumbel(key: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
-    """Gumbel noise [B, V] of request keys [B, 2] at text positions [B]; token i's does not depend on V."""
+def gumbel(key: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:
+    """Gumbel noise [B, n] of request keys [B, 2] at text positions [B] for token ids [n].
+
+    It is what `jax.random.gumbel` gives over a whole vocabulary, made for these tokens alone, so that a draft over few
+    tokens knows the noise of the target's draw.
+    """
+    count = jnp.concatenate([jnp.zeros(ids.shape, jnp.uint32), ids.astype(jnp.uint32)])
 
     def row(key, position):
-        return jax.random.gumbel(
-            jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position), (vocab,), jnp.float32
-        )
+        here = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
+        high, low = jnp.split(threefry_2x32(jax.random.key_data(here), count), 2)
+        return high ^ low
 
-    return jax.vmap(row)(key, position)
+    bits = jax.vmap(row)(key, position) >> 9 | jnp.uint32(0x3F800000)  # 1.xx as a float
+    uniform = lax.bitcast_convert_type(bits, jnp.float32) - 1
+    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:

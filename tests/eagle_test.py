@@ -205,20 +205,22 @@ class Reference:
             hidden, following = np.concatenate([hidden, fed_back[None]]), [*following, token]
         return self.log_law(self.outputs(following, hidden)[-1])
 
-    def levels(self, text: list[int], width: int) -> Iterator[tuple[Scores, Scores]]:
-        """EAGLE-2's tree level by level, without end: all guesses so far, and those of them that are gone on with."""
+    def levels(self, text: list[int], width: int, seen=lambda law, position: law) -> Iterator[tuple[Scores, Scores]]:
+        """EAGLE-2's tree level by level, without end: all guesses so far, and those of them that are gone on with.
+
+        `seen(law, position)`: what takes the place of a law of the token at that text position."""
         ids, every, frontier = ids_of(self.variant), {}, {(): 0.0}
         while True:
             level = {}
             for path, score in frontier.items():
-                law = self.after(text, path)
+                law = seen(self.after(text, path), len(text) + len(path))
                 for place in np.argsort(-law, kind="stable")[:width]:
                     level[*path, int(ids[place])] = score + law[place]
             every, frontier = every | level, best(level, width)
             yield every, frontier
 
-    def tree(self, text: list[int], nodes: int, depth: int, width: int) -> Scores:
-        every, _ = next(itertools.islice(self.levels(text, width), depth - 1, None))
+    def tree(self, text: list[int], nodes: int, depth: int, width: int, *seen) -> Scores:
+        every, _ = next(itertools.islice(self.levels(text, width, *seen), depth - 1, None))
         return best(every, nodes - 1)
 
 
@@ -244,11 +246,13 @@ def stored(name: str) -> EagleDraft:
 
 @functools.cache
 def engine(
-    name: str, mesh: str = "", nodes: int = 7, depth: int = 3, width: int = 3, dtype="float32", adaptive=False
+    name: str, mesh: str = "", nodes: int = 7, depth: int = 3, width: int = 3, dtype="float32", **options: bool
 ) -> Engine:
+    """Of an `adaptive` or a `coupled` draft, if asked for."""
     place = target(mesh, dtype)
-    priced = from_table(COSTS, "eagle:depth2", 2, (1, 4, nodes)) if adaptive else None
-    drafter = from_draft(stored(name), place, nodes=nodes, depth=depth, width=width, prices=priced)
+    if options.pop("adaptive", False):
+        options["prices"] = from_table(COSTS, "eagle:depth2", 2, (1, 4, nodes))
+    drafter = from_draft(stored(name), place, nodes=nodes, depth=depth, width=width, **options)
     return Engine(place, (drafter, TargetFirst(drafter.depth)), chunk=CHUNK)
 
 
@@ -322,7 +326,7 @@ def test_a_name_builds_the_tree_that_it_asks_for(folders):
     for name in ("eagle:chain4:depth2", "eagle:tree4:tree5", "eagle:chain4:tree4"):
         with pytest.raises(ValueError, match="names a tree or an option twice"):
             built(name)
-    with pytest.raises(ValueError, match="has no option 'typical'; it takes treeN, chainN, depthN, widthN, fixed"):
+    with pytest.raises(ValueError, match="no option 'typical'; it takes treeN, chainN, depthN, widthN, fixed, coupled"):
         built("eagle:typical")
 
 

@@ -64,7 +64,7 @@ MEDUSAS = {  # LM head and tree: the target's and a chain, one over 15 tokens an
     "chain": (None, trees.chain(3)),
     "tree": (15, ((0,), (1,), (0, 0), (2,), (0, 1), (1, 3), (0, 0, 2))),
 }
-EAGLES = {  # of fixed depth and block, and as deep and wide as pays
+EAGLES = {  # of fixed depth and block; and as deep and wide as pays, guessing by the noise of the target's draw
     ("eagle", "chain"): ("eagle1", (4, 3, 1)),
     ("eagle", "tree"): ("eagle3.1", (7, 3, 3)),
     ("adaptive", "chain"): ("narrow", (6, 5, 1)),
@@ -104,7 +104,8 @@ def engine(draft: str, shape: str = "chain", mesh: str = "one", dtype: str = "fl
         return Engine(place, (drafter, TargetFirst(drafter.depth)), chunk=CHUNK)
     if (draft, shape) in EAGLES:
         variant, sizes = EAGLES[draft, shape]
-        return eagle_engine(variant, MESHES[mesh], *sizes, dtype=dtype, adaptive=draft == "adaptive")
+        options = {"adaptive": True, "coupled": True} if draft == "adaptive" else {}
+        return eagle_engine(variant, MESHES[mesh], *sizes, dtype=dtype, **options)
     if draft.endswith("+lookup"):
         drafter = with_lookup(engine(draft.removesuffix("+lookup"), shape, mesh, dtype).drafter)
         return Engine(place, (drafter, TargetFirst(drafter.depth)), chunk=CHUNK)

@@ -132,11 +132,19 @@ def test_extreme_settings_leave_the_likeliest_token(law):
 
 def test_noise_depends_on_seed_position_and_token_alone():
     keys = np.array([[0, 1], [0, 1], [0, 2]], np.uint32)
-    noise = jax.jit(gumbel, static_argnums=2)
-    small, large = (np.asarray(noise(keys, np.array([4, 5, 4]), size)) for size in (97, 128))
+    noise, position, some = jax.jit(gumbel), np.array([4, 5, 4]), np.array([3, 96, 50])
+    small, large = (np.asarray(noise(keys, position, np.arange(size))) for size in (97, 128))
     np.testing.assert_array_equal(small, large[:, :97])
+    np.testing.assert_array_equal(small[:, some], noise(keys, position, some))
     assert len({row.tobytes() for row in small}) == 3
-    np.testing.assert_array_equal(small[1], noise(keys[:1], np.array([5]), 97)[0])
+    np.testing.assert_array_equal(small[1], noise(keys[:1], np.array([5]), np.arange(97))[0])
+
+
+def test_noise_is_that_of_jax_random():
+    key = jax.random.fold_in(jax.random.wrap_key_data(np.array([7, 2**32 - 5], np.uint32), impl="threefry2x32"), 11)
+    want = jax.random.gumbel(key, (5000,), jnp.float32)
+    got = jax.jit(gumbel)(np.array([[7, 2**32 - 5]], np.uint32), np.array([11]), np.arange(5000))
+    np.testing.assert_array_equal(got[0], jax.jit(lambda x: x)(want))
 
 
 def test_padding_of_the_vocabulary_is_never_drawn():
@@ -238,5 +246,5 @@ def test_another_seed_gives_another_text():
 
 def test_a_large_seed_is_not_cut_off():
     keys = np.array([[0, 2**32 - 1], [0, 2**31 - 1]], np.uint32)
-    noise = np.asarray(jax.jit(gumbel, static_argnums=2)(jnp.array(keys), np.zeros(2, int), 8))
+    noise = np.asarray(jax.jit(gumbel)(jnp.array(keys), np.zeros(2, int), np.arange(8)))
     assert (noise[0] != noise[1]).all()

@@ -131,4 +131,4 @@ def _perturbed(logits: np.ndarray, sampling: Sampling, position: int) -> np.ndar
 
 @jax.jit
 def _scores(logits: jax.Array, sampling: SamplingState, position: jax.Array) -> jax.Array:
-    return process(logits, sampling) + gumbel(sampling.key, position, logits.shape[-1])
+    return process(logits, sampling) + gumbel(sampling.key, position, jnp.arange(logits.shape[-1]))

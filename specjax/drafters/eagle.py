@@ -26,7 +26,8 @@ from specjax.models.attention import Earlier
 from specjax.models.eagle import EagleConfig, EagleLayer
 from specjax.models.layers import rms_norm, rotary
 from specjax.models.transformer import BlockKV
-from specjax.sharding import padded, row_spec, rowwise, spec
+from specjax.sampling import SamplingState, gumbel, process
+from specjax.sharding import padded, row_spec, rowwise, spec, whole
 from specjax.trees import Draft
 
 
@@ -83,6 +84,11 @@ class Eagle:
     level pays is asked before it is drafted, as if it would have one guess after each of the frontier, together as
     probable given the frontier as that was given the one above. Without prices all levels are drafted and all nodes
     verified.
+
+    `coupled`: in rows that sample, a node's children are not the most probable tokens but those that come first with
+    the noise of the target's own draw at their position, which the seed fixes: whoever knew the target's law would
+    propose the very token that is drawn (Gumbel coupling, arXiv 2408.07978; lists, arXiv 2506.05632). The verifier has
+    to be target-first.
     """
 
     layer: nnx.State
@@ -98,6 +104,7 @@ class Eagle:
     nodes: int = struct.field(pytree_node=False)
     depth: int = struct.field(pytree_node=False)
     width: int = struct.field(pytree_node=False)
+    coupled: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -143,7 +150,9 @@ class Eagle:
             mask, earlier = rowwise(_and_itself)(tree.sees), Earlier(tree.k, tree.v, places)
             output, k, v = self._pass(layer, cache, inputs, tree.hidden, positions, mask, earlier)
             logits = layer.logits(output, lm_head, self.vocab_size)
-            guesses, frontier, log_share, parent = rowwise(self._next_level)(logits, self.token_ids, tree)
+            guesses, frontier, log_share, parent = rowwise(self._next_level)(
+                logits, self.token_ids, sampling, count + tree.level, tree
+            )
             place = (tree.level - 1) * self.width
             return Growth(
                 tree.level + 1,
@@ -157,7 +166,7 @@ class Eagle:
             )
 
         logits = layer.logits(state.output[:, None], lm_head, self.vocab_size)
-        guesses, frontier, log_share = rowwise(self._first_level)(logits, self.token_ids)
+        guesses, frontier, log_share = rowwise(self._first_level)(logits, self.token_ids, sampling, count)
         hidden = jnp.repeat(layer.fed_back(state.output[:, None]), self.width, axis=1)
         tree = Growth(jnp.int32(1), guesses, frontier, log_share, hidden, *self._room(len(count)))
         if self.depth > 1:
@@ -183,24 +192,28 @@ class Eagle:
         embedded = self.embed.at[tokens].get(out_sharding=spec("batch", None, None))
         return layer(embedded, hidden, angles, cache.k[0], cache.v[0], cache.length, positions, mask, earlier)
 
-    def _after_each(self, logits: jax.Array, token_ids: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """logits [B, T, V'] -> the `width` best tokens after each of T [B, T, width] and their log-probabilities."""
+    def _after_each(self, logits, token_ids, sampling, position) -> tuple[jax.Array, jax.Array]:
+        """logits [B, T, V'] for text `position` [B] -> the `width` best tokens after each of T [B, T, width] and their
+        log-probabilities."""
+        if self.coupled:
+            sampled = (sampling.temperature > 0).any()
+            logits = lax.cond(sampled, _with_noise, lambda logits, *_: logits, logits, token_ids, sampling, position)
         best, places = lax.top_k(logits, self.width)
         best = best - jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
         return places if token_ids is None else token_ids[places], best
 
-    def _first_level(self, logits: jax.Array, token_ids: jax.Array | None) -> tuple[Guesses, jax.Array, jax.Array]:
+    def _first_level(self, logits, token_ids, sampling, position) -> tuple[Guesses, jax.Array, jax.Array]:
         """The guesses after the root by logits [B, 1, V'], all of them the frontier [B, width], and its `log_share`."""
-        token, score = (x[:, 0] for x in self._after_each(logits, token_ids))
+        token, score = (x[:, 0] for x in self._after_each(logits, token_ids, sampling, position))
         later = ((0, 0), (0, (self.depth - 1) * self.width**2))
         above = jnp.full_like(token, -1)
         guesses = Guesses(jnp.pad(token, later), jnp.pad(score, later, constant_values=-jnp.inf), jnp.pad(above, later))
         return guesses, jnp.broadcast_to(jnp.arange(self.width), token.shape), _log_sum(score)
 
-    def _next_level(self, logits: jax.Array, token_ids: jax.Array | None, tree: Growth):
+    def _next_level(self, logits, token_ids, sampling, position, tree: Growth):
         """The guesses with those after the frontier by its logits [B, width, V'], the next frontier [B, width], its
         `log_share`, and which of the frontier stands above each of the next [B, width]."""
-        token, score = self._after_each(logits, token_ids)
+        token, score = self._after_each(logits, token_ids, sampling, position)
         reached = _gather(tree.guesses.score, tree.frontier)
         score = score + reached[..., None]
         above = jnp.broadcast_to(tree.frontier[..., None], score.shape)
@@ -232,6 +245,23 @@ class Eagle:
             jnp.full_like(count, size),
             jnp.full_like(count, levels),
         )
+
+
+def _with_noise(logits: jax.Array, token_ids: jax.Array | None, sampling: SamplingState, position: jax.Array):
+    """logits [B, T, V'], in rows that sample turned into the draft's law with the noise of the draw at `position` [B].
+
+    Temperature, top-k and top-p are the row's own, as in the target's draw: noise never makes it draw a token outside
+    its nucleus, and finding the draft's costs no more than the noise. The softmax of the result is the score: it is how
+    probable a token is to be the target's draw given the noise, should the draft's log-law be wrong by Gumbel noise of
+    its own, while the law alone says nothing of a token that leads by its noise and is nearly sure to be drawn.
+    """
+    logits_here = whole(logits)
+    law = jax.vmap(process, (1, None), 1)(logits_here, sampling)
+    ids = jnp.arange(logits.shape[-1])
+    if token_ids is not None:
+        ids = jnp.pad(token_ids, (0, len(ids) - len(token_ids)))  # the padding is masked in the law
+    noise = gumbel(sampling.key, position, ids)[:, None]
+    return jnp.where((sampling.temperature > 0)[:, None, None], law + noise, logits_here)
 
 
 def _foreseen(tree: Growth) -> jax.Array:
@@ -270,7 +300,16 @@ def _seen_below(mask: jax.Array, parent: jax.Array, place: jax.Array) -> jax.Arr
     return lax.dynamic_update_slice_in_dim(seen[..., :places], seen[..., places:], place, axis=2)
 
 
-def from_draft(draft: EagleDraft, target, *, nodes: int, depth: int, width: int, prices: Prices | None = None) -> Eagle:
+def from_draft(
+    draft: EagleDraft,
+    target,
+    *,
+    nodes: int,
+    depth: int,
+    width: int,
+    prices: Prices | None = None,
+    coupled: bool = False,
+) -> Eagle:
     """A trained draft that grows trees of that size, on the mesh and in the dtype of `target` (a
     `decode.target.Target`); with prices, given as arrays on the host, trees of at most that size. Raises ValueError if
     there are not as many guesses, or as many layers, as asked for."""
@@ -304,6 +343,7 @@ def from_draft(draft: EagleDraft, target, *, nodes: int, depth: int, width: int,
         nodes=nodes,
         depth=depth,
         width=width,
+        coupled=coupled,
     )
 
 
