@@ -29,6 +29,25 @@ def greedy(logits: jax.Array) -> jax.Array:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
+def likeliest(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` highest of logits [..., V], the highest first, and their tokens; of equal ones the lowest id.
+
+    For a top-k TPUs would gather a vocabulary that is split, and sort it.
+    """
+    return lax.platform_dependent(
+        logits, tpu=lambda x: likeliest_one_by_one(x, count), default=lambda x: tuple(lax.top_k(x, count))
+    )
+
+
+def likeliest_one_by_one(logits: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """`likeliest` as so many rounds of finding the highest and taking it out: no room, and little to send."""
+    ids, found = jnp.arange(logits.shape[-1]), []
+    for _ in range(count):
+        found.append((logits.max(-1), greedy(logits)))
+        logits = jnp.where(ids == found[-1][1][..., None], -jnp.inf, logits)
+    return tuple(jnp.stack(column, axis=-1) for column in zip(*found))
+
+
 def process(logits: jax.Array, sampling: SamplingState) -> jax.Array:
     """Logits [B, V] -> log-weights [B, V] of the law that is sampled, excluded tokens at MASKED.
 

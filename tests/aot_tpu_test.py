@@ -137,7 +137,7 @@ def test_the_state_is_updated_in_place(shape, method):
 def moves(cycle: Cycle, outside: bool) -> list[tuple[int, str]]:
     """(bytes, line) of each copy or transpose of something as large as a weight or a cache.
 
-    Copies into a chip's vector memory (space 1) are prefetches and do not count.
+    Copies into a chip's vector memory (space 1) are prefetches and do not count in the loop.
     """
     sizes = {int(np.prod(s)) for s in (*cycle.weights, cycle.cache)}
     return [
@@ -146,7 +146,7 @@ def moves(cycle: Cycle, outside: bool) -> list[tuple[int, str]]:
         if where == outside
         and opcode in ("copy", "transpose")
         and result.startswith("bf16")
-        and "S(1)" not in result
+        and (outside or "S(1)" not in result)
         and int(np.prod(shapes(result)[0])) in sizes
     ]
 
@@ -159,11 +159,11 @@ def test_no_cycle_copies_or_transposes_a_weight_or_the_cache(shape, method):
 
 @pytest.mark.parametrize("shape, method", CASES)
 def test_a_dispatch_lays_out_few_weights_anew(shape, method):
-    """Once before all cycles: none of a large model; of SmolLM2, whose sizes fill no tiles, embedding and output."""
+    """Once before all cycles: none of a large model; of SmolLM2, whose sizes fill no tiles, embedding, output, LM head."""
     cycle = compiled(shape, method)
     weights = 2 * sum(int(np.prod(s)) for s in cycle.weights)
     moved = moves(cycle, outside=True)
-    assert sum(size for size, _ in moved) <= (weights / 3 if shape == "smollm2" else 0), moved
+    assert sum(size for size, _ in moved) <= (0.35 * weights if shape == "smollm2" else 0), moved
 
 
 @pytest.mark.parametrize("shape, method", CASES)
@@ -178,14 +178,7 @@ def test_there_is_no_loop_but_the_cycle_the_sampled_walk_and_the_draft_levels(sh
     assert len(loops) <= 4 + (method == "eagle")
 
 
-SORTS = pytest.mark.xfail(
-    strict=True, reason="an EAGLE level's top-k sorts the whole draft vocabulary: 187 MB of the 8B shape, bound 70"
-)
-
-
-@pytest.mark.parametrize(
-    "shape, method", [pytest.param(*case, marks=SORTS if case[1] == "eagle" else ()) for case in CASES]
-)
+@pytest.mark.parametrize("shape, method", CASES)
 def test_temporary_memory_is_small(shape, method):
     """The block's logits on a chip, some copies of them, and the weights that were laid out anew."""
     cycle, config = compiled(shape, method), SHAPES[shape]

@@ -14,7 +14,7 @@ from scripted import CHUNK, FIELDS, MESHES, TREE, outputs, save_target, scripted
 from specjax import Engine, load_target
 from specjax.drafters.lookup import Lookup
 from specjax.models.attention import MASKED
-from specjax.sampling import SamplingState, draw, greedy, gumbel, process, threshold
+from specjax.sampling import SamplingState, draw, greedy, gumbel, likeliest, likeliest_one_by_one, process, threshold
 from specjax.verify.target_first import TargetFirst
 
 P = np.array([0.40, 0.10, 0.25, 0.05, 0.20])
@@ -160,6 +160,16 @@ def test_greedy_takes_the_lowest_of_equal_maxima():
     logits[0, [3, 7, 50]] = 1
     assert np.asarray(jax.jit(greedy)(logits)).tolist() == [3, 0]
     assert np.asarray(jax.jit(draw)(logits, rows(2, 0.0), np.zeros(2, int))).tolist() == [3, 0]
+
+
+@pytest.mark.parametrize("way", [likeliest, likeliest_one_by_one])
+def test_the_likeliest_are_those_of_a_stable_sort(way):
+    logits = np.round(2 * np.random.default_rng(6).normal(size=(3, 4, 60))).astype(np.float32)  # full of ties
+    logits[..., 40:] = MASKED
+    values, tokens = jax.jit(way, static_argnums=1)(logits, 45)
+    want = np.argsort(-logits, axis=-1, kind="stable")[..., :45]
+    np.testing.assert_array_equal(tokens, want)
+    np.testing.assert_array_equal(values, np.take_along_axis(logits, want, axis=-1))
 
 
 @functools.cache

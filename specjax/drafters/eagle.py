@@ -26,7 +26,7 @@ from specjax.models.attention import Earlier
 from specjax.models.eagle import EagleConfig, EagleLayer
 from specjax.models.layers import rms_norm, rotary
 from specjax.models.transformer import BlockKV
-from specjax.sampling import SamplingState, gumbel, process
+from specjax.sampling import SamplingState, gumbel, likeliest, process
 from specjax.sharding import padded, row_spec, rowwise, spec, whole
 from specjax.trees import Draft
 
@@ -198,7 +198,7 @@ class Eagle:
         if self.coupled:
             sampled = (sampling.temperature > 0).any()
             logits = lax.cond(sampled, _with_noise, lambda logits, *_: logits, logits, token_ids, sampling, position)
-        best, places = lax.top_k(logits, self.width)
+        best, places = likeliest(logits, self.width)
         best = best - jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
         return places if token_ids is None else token_ids[places], best
 
