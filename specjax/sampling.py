@@ -2,16 +2,22 @@
 
 The draw for position n of a request uses Gumbel noise that depends on (request key, n, token id) and on
 nothing else: not on the cycle, the tree, the batch or the padding of the vocabulary. So eager decoding
-and target-first verification of any draft draw the same token from the same seed.
+and target-first verification of any draft draw the same token from the same seed. Whatever else needs noise at
+that position names its use of it, which makes it independent.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jax.extend.random import threefry_2x32
 
 from specjax.models.attention import MASKED
+
+# Uses of noise beside the target's own draws. They are folded into a request's key where draws fold in a position, and
+# no text is so long.
+ACCEPTING = np.uint32(2**31 + 1)
 
 
 @struct.dataclass
@@ -56,6 +62,7 @@ def process(logits: jax.Array, sampling: SamplingState) -> jax.Array:
     """
     scaled = logits - logits.max(-1, keepdims=True)
     scaled = jnp.maximum(scaled / jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)[:, None], MASKED)
+    scaled = jnp.where(logits == MASKED, MASKED, scaled)
 
     def top_k(scaled):
         k = jnp.minimum(jnp.where(sampling.top_k > 0, sampling.top_k, scaled.shape[-1]), scaled.shape[-1])
@@ -98,7 +105,7 @@ def draw(logits: jax.Array, sampling: SamplingState, position: jax.Array) -> jax
     return greedy(jnp.where((sampling.temperature > 0)[:, None], weights + noise, logits))
 
 
-def gumbel(key: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:
+def gumbel(key: jax.Array, position: jax.Array, ids: jax.Array, use: np.uint32 | None = None) -> jax.Array:
     """Gumbel noise [B, n] of request keys [B, 2] at text positions [B] for token ids [n].
 
     It is what `jax.random.gumbel` gives over a whole vocabulary, made for these tokens alone, so that a draft over few
@@ -106,14 +113,29 @@ def gumbel(key: jax.Array, position: jax.Array, ids: jax.Array) -> jax.Array:
     """
     count = jnp.concatenate([jnp.zeros(ids.shape, jnp.uint32), ids.astype(jnp.uint32)])
 
-    def row(key, position):
-        here = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
-        high, low = jnp.split(threefry_2x32(jax.random.key_data(here), count), 2)
+    def row(key):
+        high, low = jnp.split(threefry_2x32(jax.random.key_data(key), count), 2)
         return high ^ low
 
-    bits = jax.vmap(row)(key, position) >> 9 | jnp.uint32(0x3F800000)  # 1.xx as a float
-    uniform = lax.bitcast_convert_type(bits, jnp.float32) - 1
-    return -jnp.log(-jnp.log(jnp.maximum(uniform, jnp.finfo(jnp.float32).tiny)))
+    bits = jax.vmap(row)(_keys(key, position, use)) >> 9 | jnp.uint32(0x3F800000)  # 1.xx as a float
+    fraction = lax.bitcast_convert_type(bits, jnp.float32) - 1
+    return -jnp.log(-jnp.log(jnp.maximum(fraction, jnp.finfo(jnp.float32).tiny)))
+
+
+def uniform(key: jax.Array, position: jax.Array, count: int, use: np.uint32) -> jax.Array:
+    """Uniform noise [B, count] in [0, 1) of request keys [B, 2] at text positions [B]; the i-th does not depend on
+    `count`."""
+    return jax.vmap(lambda key: jax.random.uniform(key, (count,), jnp.float32))(_keys(key, position, use))
+
+
+def _keys(key: jax.Array, position: jax.Array, use: np.uint32 | None) -> jax.Array:
+    """The keys [B] of one use of the noise at text positions [B]."""
+
+    def row(key, position):
+        key = jax.random.wrap_key_data(key, impl="threefry2x32")
+        return jax.random.fold_in(key if use is None else jax.random.fold_in(key, use), position)
+
+    return jax.vmap(row)(key, position)
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:

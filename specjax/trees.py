@@ -35,17 +35,33 @@ class Tree:
 
 
 @struct.dataclass
+class Law:
+    """What each node's children were drawn from: without replacement, in the order of their numbers.
+
+    `logits` [B, N, V_d]: the draft's, to which temperature, top-k and top-p apply as they do to the target's; `of`
+    [B, T]: which of the N belongs to a node (any, where it has no children); `token_ids`: the target's ids of the
+    leading logits, the others being padding (None: all are the target's own tokens).
+    """
+
+    logits: jax.Array
+    of: jax.Array
+    token_ids: jax.Array | None
+
+
+@struct.dataclass
 class Draft:
     """What a drafter proposes: a tree and its tokens [B, T]; token 0 is the last accepted one.
 
     `size` [B]: how many leading nodes are worth a target pass in this cycle. `levels` [B]: how many levels of guesses
-    the drafter has made, one after another (None: it has no levels).
+    the drafter has made, one after another (None: it has no levels). `law`: for verifiers
+    that ask what the tokens were drawn from; None where they were not drawn.
     """
 
     tree: Tree
     tokens: jax.Array
     size: jax.Array
     levels: jax.Array | None = None
+    law: Law | None = None
 
 
 def branches(*lengths: int) -> np.ndarray:

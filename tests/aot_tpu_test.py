@@ -159,7 +159,7 @@ def test_no_cycle_copies_or_transposes_a_weight_or_the_cache(shape, method):
 
 @pytest.mark.parametrize("shape, method", CASES)
 def test_a_dispatch_lays_out_few_weights_anew(shape, method):
-    """Once before all cycles: none of a large model; of SmolLM2, whose sizes fill no tiles, embedding, output, LM head."""
+    """Once before all cycles: none of a large model; of SmolLM2, whose sizes fill no tiles, embedding, output, head."""
     cycle = compiled(shape, method)
     weights = 2 * sum(int(np.prod(s)) for s in cycle.weights)
     moved = moves(cycle, outside=True)

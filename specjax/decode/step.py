@@ -41,7 +41,9 @@ def propose(drafter: Drafter, state: DecodeState) -> Draft:
     """The drafter's proposal, without nodes past its `size` and without any in finished rows."""
     text = state.text
     draft = drafter.draft(state.drafter, text.tokens, text.count, state.sampling, text.running, state.stats)
-    return rowwise(_worth_a_pass)(draft, text.running)
+    # Not the whole draft: what `rowwise` returns is split by rows alone, and a law has a vocabulary.
+    valid = rowwise(_worth_a_pass)(draft.tree.valid, draft.size, text.running)
+    return draft.replace(tree=draft.tree.replace(valid=valid))
 
 
 def fits(state: DecodeState, tokens: int) -> jax.Array:
@@ -99,9 +101,8 @@ def _after(text: Text, spot: jax.Array) -> jax.Array:
     return jnp.take_along_axis(text.tokens, jnp.minimum(spot, text.tokens.shape[1] - 1)[:, None], axis=1)[:, 0]
 
 
-def _worth_a_pass(draft: Draft, running: jax.Array) -> Draft:
-    within = (jnp.arange(draft.tokens.shape[1]) < draft.size[:, None]) & running[:, None]
-    return draft.replace(tree=draft.tree.replace(valid=draft.tree.valid & within))
+def _worth_a_pass(valid: jax.Array, size: jax.Array, running: jax.Array) -> jax.Array:
+    return valid & (jnp.arange(valid.shape[1]) < size[:, None]) & running[:, None]
 
 
 def _judge(verifier: Verifier, draft: Draft, logits, sampling: SamplingState, position) -> tuple[Verdict, jax.Array]:
