@@ -17,7 +17,7 @@ from specjax.models.attention import MASKED
 
 # Uses of noise beside the target's own draws. They are folded into a request's key where draws fold in a position, and
 # no text is so long.
-ACCEPTING = np.uint32(2**31 + 1)
+GUESSING, ACCEPTING = np.uint32(2**31), np.uint32(2**31 + 1)
 
 
 @struct.dataclass
@@ -103,6 +103,24 @@ def draw(logits: jax.Array, sampling: SamplingState, position: jax.Array) -> jax
     weights = process(logits, sampling)
     noise = gumbel(sampling.key, position, jnp.arange(logits.shape[-1]))
     return greedy(jnp.where((sampling.temperature > 0)[:, None], weights + noise, logits))
+
+
+def draw_distinct(
+    logits: jax.Array, sampling: SamplingState, position: jax.Array, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """`count` different guesses at text `position` [B] by each of logits [B, N, V], in draw order: (places in V, and
+    whether there was still one to draw) [B, N, count].
+
+    Each is drawn from the processed law without those before it (Gumbel top-k, Kool et al., arXiv 1903.06059); at
+    temperature 0 they are the best, best first. A request's noise at a position serves all N laws: they are those of
+    nodes at one depth of a draft tree, of which the text passes through one at most.
+    """
+    warm = (sampling.temperature > 0)[:, None, None]
+    weights = jax.vmap(process, in_axes=(1, None), out_axes=1)(logits, sampling)
+    noise = gumbel(sampling.key, position, jnp.arange(logits.shape[-1]), GUESSING)
+    weights = jnp.where(warm, weights, logits)
+    _, places = likeliest(jnp.where(warm, weights + noise[:, None], logits), count)
+    return places, jnp.take_along_axis(weights, places, axis=-1) > MASKED
 
 
 def gumbel(key: jax.Array, position: jax.Array, ids: jax.Array, use: np.uint32 | None = None) -> jax.Array:

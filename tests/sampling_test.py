@@ -14,7 +14,20 @@ from scripted import CHUNK, FIELDS, MESHES, TREE, outputs, save_target, scripted
 from specjax import Engine, load_target
 from specjax.drafters.lookup import Lookup
 from specjax.models.attention import MASKED
-from specjax.sampling import SamplingState, draw, greedy, gumbel, likeliest, likeliest_one_by_one, process, threshold
+from specjax.sampling import (
+    ACCEPTING,
+    GUESSING,
+    SamplingState,
+    draw,
+    draw_distinct,
+    greedy,
+    gumbel,
+    likeliest,
+    likeliest_one_by_one,
+    process,
+    threshold,
+    uniform,
+)
 from specjax.verify.target_first import TargetFirst
 
 P = np.array([0.40, 0.10, 0.25, 0.05, 0.20])
@@ -170,6 +183,64 @@ def test_the_likeliest_are_those_of_a_stable_sort(way):
     want = np.argsort(-logits, axis=-1, kind="stable")[..., :45]
     np.testing.assert_array_equal(tokens, want)
     np.testing.assert_array_equal(values, np.take_along_axis(logits, want, axis=-1))
+
+
+def in_order(law: np.ndarray, count: int) -> np.ndarray:
+    """The law of `count` draws without replacement, in order: [len(law)] * count, by its definition."""
+    if count == 1:
+        return law
+    found = np.zeros([len(law)] * count)
+    for token in np.flatnonzero(law):
+        left = np.where(np.arange(len(law)) == token, 0, law)
+        found[token] = law[token] * in_order(left / left.sum(), count - 1)
+    return found
+
+
+distinct = jax.jit(draw_distinct, static_argnums=3)
+
+
+@pytest.mark.parametrize("setting", [SETTINGS[i] for i in (0, 4, 10)], ids=str)
+def test_distinct_draws_have_the_law_of_drawing_without_replacement_in_order(setting):
+    """100,000 triples; beside each, independent of it: the target's own draw there, and whether a draft is accepted."""
+    count, law, sampling = 100_000, processed(P, **setting), rows(100_000, **setting)
+    logits = np.broadcast_to(np.log(P).astype(np.float32), (count, 1, 5))
+    position = np.arange(count) % 5
+    places, possible = distinct(logits, sampling, position, 3)
+    drawn = np.asarray(places)[:, 0]
+    assert np.asarray(possible)[:, 0].all(0).tolist() == [True, True, np.count_nonzero(law) > 2]
+    pairs = np.bincount(drawn[:, 0] * 5 + drawn[:, 1], minlength=25)
+    chi_square(pairs, in_order(law, 2).ravel())
+    if possible.all():
+        chi_square(np.bincount(drawn @ [25, 5, 1], minlength=125), in_order(law, 3).ravel())
+    own = np.asarray(jax.jit(draw)(logits[:, 0], sampling, position))
+    chi_square(np.bincount(drawn[:, 0] * 5 + own, minlength=25), np.outer(law, law).ravel())
+    noise = np.asarray(uniform(sampling.key, position, 2, ACCEPTING)[:, 0] * 4).astype(int)
+    for tokens in (own, drawn[:, 0]):
+        chi_square(np.bincount(tokens * 4 + noise, minlength=20), np.outer(law, np.full(4, 0.25)).ravel())
+
+
+def test_distinct_draws_run_out_with_the_law_and_are_the_best_at_temperature_0():
+    logits = np.array([[[0.0, 3.0, 3.0, 1.0, MASKED, MASKED], [2.0, MASKED, 0.0, MASKED, MASKED, MASKED]]], np.float32)
+    for temperature in (0.0, 1e-4, 1.0, 100.0):
+        places, possible = distinct(logits, rows(1, temperature), np.zeros(1, int), 6)
+        assert np.asarray(possible).tolist() == [[[True] * 4 + [False] * 2, [True] * 2 + [False] * 4]]
+        assert set(np.asarray(places)[0, 0, :4].tolist()) == {0, 1, 2, 3}
+        assert np.asarray(places)[0, 1, :2].tolist() == [0, 2] or temperature >= 1
+    best, _ = distinct(logits, rows(1, 0.0), np.zeros(1, int), 4)
+    assert np.asarray(best)[0, 0].tolist() == [1, 2, 3, 0]
+    _, possible = distinct(logits, rows(1, 1.0, top_k=1), np.zeros(1, int), 3)
+    assert np.asarray(possible).tolist() == [[[True, True, False], [True, False, False]]]  # two are tied
+
+
+def test_distinct_draws_depend_on_seed_position_and_law_alone():
+    logits = np.random.default_rng(0).normal(size=(3, 4, 40)).astype(np.float32)
+    sampling, position = rows(3), np.array([4, 4, 9])
+    places, _ = distinct(logits, sampling, position, 6)
+    padded = np.pad(logits[1:2, 2:3], [(0, 0), (0, 0), (0, 9)], constant_values=MASKED)
+    alone, _ = distinct(padded, rows(1, seed=1), position[1:2], 3)
+    np.testing.assert_array_equal(alone[0, 0], places[1, 2, :3])
+    noise = [np.asarray(gumbel(sampling.key, position, np.arange(40), use)) for use in (None, GUESSING, ACCEPTING)]
+    assert len({row.tobytes() for table in noise for row in table}) == 9
 
 
 @functools.cache
