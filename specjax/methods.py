@@ -9,8 +9,10 @@ eagle:widthN      (4) guesses at each level, and that many guesses after each
 eagle:chainN      N nodes in a row, root included
 eagle:fixed       with a cost table too, always all levels and all nodes; else as few of them as pay by the table
 eagle:coupled     at temperature, guesses by the noise of the target's own draw instead of the most probable ones
-medusa+lookup     with the same options, `typical` excepted: what lookup copies stands in the same tree, which does not
-eagle+lookup      grow; after a long match nothing is drafted, and 15 tokens are copied, or as many as the tree has
+eagle:rejection   guesses drawn from the layer's law, in a tree of those sizes whose shape is fixed, and verified by
+                  rejection without replacement: the target's law, but not eager's text of the same seed
+medusa+lookup     with the same options but `typical` and `rejection`: what lookup copies stands in the same tree, which
+eagle+lookup      does not grow; after a long match nothing is drafted, and 15 tokens are copied, or as many as it has
 """
 
 import difflib
@@ -22,10 +24,11 @@ import numpy as np
 
 from specjax import trees
 from specjax.costs import HOW_TO_MEASURE, CostTable
-from specjax.drafters import eagle, medusa, merged, prices
+from specjax.drafters import eagle, eagle_drawn, medusa, merged, prices
 from specjax.drafters.base import Drafter
 from specjax.drafters.eager import Eager
 from specjax.drafters.eagle import Eagle
+from specjax.drafters.eagle_drawn import DrawnEagle
 from specjax.drafters.lookup import Lookup
 from specjax.drafters.medusa import Medusa
 from specjax.drafters.prices import Prices
@@ -34,17 +37,18 @@ from specjax.loading.eagle import EagleDraft, load_eagle
 from specjax.telemetry import say
 from specjax.trees import Path
 from specjax.verify.base import Verifier
+from specjax.verify.rejection import Rejection
 from specjax.verify.target_first import TargetFirst
 from specjax.verify.typical import Typical
 
 UNTRAINED = {"eager": Eager, "lookup": Lookup}
+VERIFIERS = {"typical": Typical, "rejection": Rejection}
 OPTIONS = {
     "eager": (),
     "lookup": (),
     "medusa": ("treeN", "chainN", "typical"),
-    "eagle": ("treeN", "chainN", "depthN", "widthN", "fixed", "coupled"),
+    "eagle": ("treeN", "chainN", "depthN", "widthN", "fixed", "coupled", "rejection"),
 }
-VERIFIERS = {"typical": Typical}  # by the option that asks for it; target-first where none does
 OPTIONS |= {
     f"{learned}+lookup": tuple(option for option in OPTIONS[learned] if option not in VERIFIERS)
     for learned in ("medusa", "eagle")
@@ -61,6 +65,11 @@ def check(name: str, draft: str | None = None) -> None:
         near = difflib.get_close_matches(kind, OPTIONS, 1)
         hint = f"did you mean {near[0]!r}" if near else f"choose one of {', '.join(OPTIONS)}"
         raise ValueError(f"method {kind!r} is unknown; {hint}")
+    if "rejection" in options and "rejection" not in OPTIONS[kind] and "+" not in kind:
+        raise ValueError(
+            f"{name!r} would not keep the target's law: rejection needs guesses that are drawn from a law that is "
+            f"known, all of which are verified, and {kind} does not draw; leave it out, or use eagle:rejection"
+        )
     for option in options:
         if "+" in kind and option in VERIFIERS:
             raise ValueError(
@@ -76,6 +85,8 @@ def check(name: str, draft: str | None = None) -> None:
     given = [option.rstrip("0123456789") for option in options]
     if len(set(given)) < len(given) or ("chain" in given and set(given) & {"tree", "depth", "width"}):
         raise ValueError(f"method {name!r} names a tree or an option twice; give each once")
+    if "rejection" in options and set(options) & {"fixed", "coupled"}:
+        raise ValueError(f"{name!r} draws a tree whose shape is fixed; leave out 'fixed' and 'coupled', or 'rejection'")
     if kind in UNTRAINED and draft is not None:
         raise ValueError(f"method {name!r} needs no trained draft, but {draft!r} was given; leave it out")
     if kind not in UNTRAINED and draft is None:
@@ -140,10 +151,12 @@ def _medusa(options: list[str], target, folder: str, costs: CostTable | None, te
     return medusa.from_draft(draft, _paths(options, draft, costs), target)
 
 
-def _eagle(options: list[str], target, folder: str, costs: CostTable | None, template_args) -> Eagle:
+def _eagle(options: list[str], target, folder: str, costs: CostTable | None, template_args) -> Eagle | DrawnEagle:
     draft = load_eagle(folder)
     _check(draft, target, template_args)
     nodes, depth, width = _eagle_sizes(options)
+    if "rejection" in options:
+        return eagle_drawn.from_draft(draft, target, nodes=nodes, depth=depth, width=width)
     priced = None if "fixed" in options else _eagle_prices(costs, nodes, width)
     coupled = "coupled" in options
     return eagle.from_draft(draft, target, nodes=nodes, depth=depth, width=width, prices=priced, coupled=coupled)

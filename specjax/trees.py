@@ -9,6 +9,7 @@ node      0        0 is the last accepted token, the root; a parent always stand
        3
 """
 
+import heapq
 from collections.abc import Sequence
 
 import jax
@@ -75,13 +76,10 @@ def branches(*lengths: int) -> np.ndarray:
 
 def static(parents: np.ndarray, valid: jax.Array) -> Tree:
     """A tree of fixed shape, parents [T], whose nodes are valid [B, T] per row (a child of an invalid node is not)."""
-    nodes = len(parents)
-    mask = np.eye(nodes, dtype=bool)
-    for node in range(1, nodes):
-        mask[node] |= mask[parents[node]]
+    mask = ancestors(parents)
     depth = mask.sum(1) - 1
     shape = valid.shape
-    seen = (mask & valid[:, None, :] & valid[:, :, None]) | np.eye(nodes, dtype=bool)
+    seen = (mask & valid[:, None, :] & valid[:, :, None]) | np.eye(len(parents), dtype=bool)
     return Tree(
         jnp.broadcast_to(parents, shape).astype(jnp.int32),
         jnp.broadcast_to(depth, shape).astype(jnp.int32),
@@ -125,12 +123,17 @@ def with_chain(tree: Tree, kept: jax.Array, below: jax.Array, length: jax.Array,
     return Tree(parent, depth, seen | jnp.eye(nodes, dtype=bool), valid)
 
 
+def ancestors(parents: np.ndarray) -> np.ndarray:
+    """[T, T]: which nodes lie on the path from the root to each node of parents [T], itself included."""
+    seen = np.eye(len(parents), dtype=bool)
+    for node in range(1, len(parents)):
+        seen[node] |= seen[parents[node]]
+    return seen
+
+
 def depths(parents: np.ndarray) -> np.ndarray:
     """Depth [T] of each node of parents [T]."""
-    depth = np.zeros(len(parents), int)
-    for node in range(1, len(parents)):
-        depth[node] = depth[parents[node]] + 1
-    return depth
+    return ancestors(parents).sum(1) - 1
 
 
 def max_depth(parents: np.ndarray) -> int:
@@ -158,6 +161,23 @@ def ranked(ranks: np.ndarray, limit: int) -> tuple[tuple[Path, ...], np.ndarray]
         found += [(-count, depth, tuple(path)) for path, count in zip(paths.tolist(), counts.tolist())]
     best = sorted(found)[:limit]
     return tuple(path for _, _, path in best), np.array([-count for count, _, _ in best]) / positions
+
+
+def likeliest(shares: Sequence[float], nodes: int, depth: int) -> tuple[Path, ...]:
+    """The `nodes` - 1 paths, none longer than `depth`, that are most often right if the guess of rank i is in shares[i]
+    of all places, whatever stands above it; level by level, fewer where there are no more.
+
+    shares do not increase, so a path is never likelier than its beginning, and taking the likeliest again and again
+    makes the best tree. (Sequoia, arXiv 2402.12374, finds it by dynamic programming.)
+    """
+    found, waiting = [], [(-1.0, 0, ())]
+    while waiting and len(found) < nodes:
+        share, length, path = heapq.heappop(waiting)
+        found.append(path)
+        if length < depth:
+            for rank, more in enumerate(shares):
+                heapq.heappush(waiting, (share * more, length + 1, (*path, rank)))
+    return tuple(sorted(found[1:], key=lambda path: (len(path), path)))
 
 
 def chain(depth: int) -> tuple[Path, ...]:

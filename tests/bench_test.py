@@ -19,6 +19,7 @@ from specjax.bench import loops, measure, records, report, timing
 from specjax.bench.lossless import FLOAT32_BOUND, Comparison, Scorer
 from specjax.bench.workloads import Prompt
 from specjax.drafters.lookup import Lookup
+from specjax.verify.target_first import TargetFirst
 from specjax.verify.typical import Typical
 
 RUN_FIELDS = {
@@ -328,6 +329,20 @@ def test_a_verifier_of_another_law_is_reported_as_not_lossless_and_its_texts_are
     told = report.markdown({"environment": about, "summary": found["summary"], "runs": found["runs"]})
     assert "NOT LOSSLESS: typical on alpha" in told and "no text was compared" in told
     assert "No method can be recommended; typical left out: not lossless" in told
+
+
+def test_a_law_that_is_kept_by_another_text_is_compared_at_temperature_0_alone(engines):
+    class Resampling(TargetFirst):
+        seed_for_seed = False
+
+    method = engines["eager"].with_method((Lookup(), Resampling(Lookup().depth)))
+    prompt, plan = Prompt("a1", "alpha", (ROWS[0]["prompt"],)), measure.Plan(temperatures=(0.0, 1.0), max_new_tokens=8)
+    *_, found = measure.run({"eager": engines["eager"], "resampling": method}, [prompt], plan)
+    runs = [run for run in found["runs"] if run["method"] == "resampling"]
+    assert [(run["lossless"], run["identical"]) for run in runs] == [("tokens-equal", 1.0), ("law-tested", None)]
+    about = {"target_name": "tiny", "dtype": "float32", "device": "cpu", "cores": 2}
+    told = report.markdown({"environment": about, "summary": found["summary"], "runs": found["runs"]})
+    assert "| law-tested |" in told and "NOT LOSSLESS" not in told and "not compared" not in told
 
 
 def test_the_script_writes_everything_and_says_where(tmp_path):

@@ -170,7 +170,7 @@ def random_draft(parents: np.ndarray, law: dict, size: int = 64, vocab: int = 6)
     for node in range(1, nodes):
         valid[:, node] &= valid[:, parents[node]]
     of = np.broadcast_to(np.arange(nodes), tokens.shape)
-    return Draft(trees.static(parents, valid), tokens, np.full(size, nodes), Law(guess, of, None)), target
+    return Draft(trees.static(parents, valid), tokens, np.full(size, nodes), law=Law(guess, of, None)), target
 
 
 def walk(parents, draft: Draft, logits, law_of, row: int, noise, target_noise) -> tuple[list[int], int]:
@@ -273,7 +273,7 @@ def cycle(root: jax.Array, sampling: SamplingState, position: jax.Array) -> tupl
     valid = jnp.concatenate([jnp.ones_like(first[:, 0, :1]), first[:, 0], second[:, 0], second[:, 1, :1]], axis=1)
     valid &= valid[:, np.maximum(PARENTS, 0)]
     law = Law(guesses[tokens[:, :3]], jnp.broadcast_to(np.array([0, 1, 2, 0, 0, 0]), tokens.shape), ids)
-    draft = Draft(trees.static(PARENTS, valid), tokens, jnp.full_like(root, len(PARENTS)), law)
+    draft = Draft(trees.static(PARENTS, valid), tokens, jnp.full_like(root, len(PARENTS)), law=law)
     verdict = Rejection(2).verify(draft, target[tokens], sampling, position)
     after = jnp.roll(jnp.take_along_axis(tokens, verdict.path, axis=1), -1, axis=1)
     return jnp.where(jnp.arange(3) < verdict.count[:, None], after, verdict.next_token[:, None]), verdict.count + 1

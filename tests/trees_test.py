@@ -1,6 +1,8 @@
 """Draft trees: depth, mask and position follow the parents, never the slot; a tree pass equals its paths fed alone;
 ranked paths make the best tree of every size."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,3 +137,17 @@ def test_layout_keeps_the_order_of_addition():
     assert trees.layout(trees.chain(3)) == ((-1, 0, 1, 2), (0, 0, 0, 0))
     with pytest.raises(ValueError, match=r"path \(0, 0\) stands twice or before its parent"):
         trees.layout(((0, 0), (0,)))
+
+
+def test_likeliest_paths_are_those_of_the_highest_products_level_by_level():
+    shares, depth = [0.5, 0.19, 0.11], 4
+    every = [path for length in range(1, depth + 1) for path in itertools.product(range(3), repeat=length)]
+    worth = {path: np.prod([shares[rank] for rank in path]) for path in every}
+    for nodes in (2, 3, 8, 17, 40):
+        paths = trees.likeliest(shares, nodes, depth)
+        assert set(paths) == set(sorted(every, key=worth.get, reverse=True)[: nodes - 1])
+        assert list(paths) == sorted(paths, key=lambda path: (len(path), path))
+        parents, ranks = trees.layout(paths)
+        assert len(parents) == len(ranks) == nodes
+    assert len(trees.likeliest(shares, 1000, 2)) == 3 + 9
+    assert trees.likeliest([0.5], 4, 3) == trees.chain(3)

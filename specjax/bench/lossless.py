@@ -37,10 +37,12 @@ class Tie:
 @dataclasses.dataclass
 class Comparison:
     """Texts compared with the baseline's. `failures`: sentences about those that no tie explains, or why none
-    was compared that would have to be."""
+    was compared that would have to be. `law_tested`: none was, because the verifier keeps the target's law, as its
+    tests show, and not the baseline's text."""
 
     compared: int = 0
     identical: int = 0
+    law_tested: bool = False
     ties: list[Tie] = dataclasses.field(default_factory=list)
     failures: list[str] = dataclasses.field(default_factory=list)
 
@@ -48,6 +50,8 @@ class Comparison:
     def lossless(self) -> str:
         if self.failures:
             return "no"
+        if self.law_tested:
+            return "law-tested"
         return "tokens-equal" if self.compared else "not compared"
 
 

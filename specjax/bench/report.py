@@ -121,7 +121,7 @@ def markdown(results: dict) -> str:
         "prefill and compilation; intervals are 95 %, by drawing the prompts again (the workloads, where each has one "
         "batch). *slower* and *faster* are said where the whole interval is on one side of 1, *slower?* and *faster?* "
         "where it is not. Tokens per cycle count the target's own (bonus) token. A text is the same if its tokens are "
-        "eager's, or differ by the ties listed.",
+        "eager's, or differ by the ties listed; law-tested methods keep the target's law when sampling, not the text.",
         "",
     ]
     return "\n".join(lines)

@@ -22,9 +22,11 @@ class Verdict:
 
 
 class Verifier(Protocol):
-    """Decides which draft tokens the text keeps. `lossless`: whether the text keeps the target's law."""
+    """Decides which draft tokens the text keeps. `lossless`: whether the text keeps the target's law; `seed_for_seed`:
+    whether it is, at every temperature, the text that eager decoding of the same seed writes."""
 
     lossless: bool
+    seed_for_seed: bool
 
     def verify(self, draft: Draft, logits: jax.Array, sampling: SamplingState, position: jax.Array) -> Verdict:
         """Judge a draft by target logits [B, T, V]; `position` [B] is the text position after the root."""

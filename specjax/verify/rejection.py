@@ -35,6 +35,7 @@ class Rejection:
 
     depth: int
     lossless = True
+    seed_for_seed = False
 
     def verify(self, draft: Draft, logits: jax.Array, sampling: SamplingState, position: jax.Array) -> Verdict:
         """logits [B, T, V], position [B] of the token after the root -> Verdict. Raises ValueError without a law."""

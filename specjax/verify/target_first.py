@@ -21,6 +21,7 @@ class TargetFirst:
 
     depth: int
     lossless = True
+    seed_for_seed = True
 
     def verify(self, draft: Draft, logits: jax.Array, sampling: SamplingState, position: jax.Array) -> Verdict:
         """logits [B, T, V], position [B] of the token after the root -> Verdict."""

@@ -28,6 +28,7 @@ class Typical:
     epsilon: float = 0.09
     delta: float = 0.3
     lossless = False
+    seed_for_seed = False
 
     def verify(self, draft: Draft, logits: jax.Array, sampling: SamplingState, position: jax.Array) -> Verdict:
         """logits [B, T, V], position [B] of the token after the root -> Verdict."""
