@@ -201,7 +201,7 @@ def test_verdict_equals_a_plain_walk(shape, law):
     verdict = jax.jit(verifier.verify)(draft, logits, sampling, position)
     steps = range(verifier.depth + 1)
     noise = [np.asarray(uniform(sampling.key, position + step, len(parents), ACCEPTING)) for step in steps]
-    target_noise = [np.asarray(gumbel(sampling.key, position + step, logits.shape[-1])) for step in steps]
+    target_noise = [np.asarray(gumbel(sampling.key, position + step, np.arange(logits.shape[-1]))) for step in steps]
     lengths = set()
     for row in range(len(logits)):
         path, token = walk(parents, draft, logits, lambda x: processed(softmax(x), **law), row, noise, target_noise)
