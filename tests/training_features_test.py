@@ -109,6 +109,16 @@ def test_a_mesh_keeps_the_same(whole, tmp_path):
     np.testing.assert_allclose(got, whole[0].astype(np.float32), rtol=2**-7, atol=1e-3)
 
 
+def test_features_of_another_run_are_not_overwritten(tmp_path):
+    kept(tmp_path)
+    before = (tmp_path / "features.bin").read_bytes()
+    with pytest.raises(ValueError, match=r"holds features of a run with target 'tiny', and now it is 'other'; remove"):
+        build(tmp_path, target(), EXAMPLES, planned(EXAMPLES), TAPS, {"target": "other"}, spans=True)
+    with pytest.raises(ValueError, match=r"a run with taps \[\d, \d\], and now it is \[0\]"):
+        build(tmp_path, target(), EXAMPLES, planned(EXAMPLES), (0,), IDENTITY, spans=True)
+    assert (tmp_path / "features.bin").read_bytes() == before
+
+
 def test_the_size_is_said_before_and_is_the_files(tmp_path, capfd, monkeypatch):
     class Large:
         """Nothing but what the size is computed from."""

@@ -70,8 +70,8 @@ def build(
     """Run the target over all `examples`, batch by batch of `plan` (one epoch, nothing accumulated), and keep its
     states `taps` of all tokens, or of the `spans` of `trim` only.
 
-    Goes on from where an earlier run of the same `identity` was stopped.
-    Returns the features [tokens, taps, D], memory-mapped. Raises OSError if there is no room for them.
+    Goes on from where an earlier run of the same `identity` was stopped. Returns the features [tokens, taps, D],
+    memory-mapped. Raises OSError if there is no room for them, ValueError if `folder` holds those of another run.
     """
     width, identity = target.config.width, {**identity, "taps": list(taps), "spans": spans}
     starts = np.array([_start(example) if spans else 0 for example in examples])
@@ -82,10 +82,9 @@ def build(
     numbers = f"{len(taps)} x {width} bfloat16 numbers"
     say(f"feature cache: {shape[0]:,} tokens of {numbers}, {size / 2**20:,.0f} MiB in {path}")
     folder.mkdir(parents=True, exist_ok=True)
-    done = 0
-    if path.exists() and note.exists():
-        before = json.loads(note.read_text())
-        done = before["batches"] if before["identity"] == identity and path.stat().st_size == size else 0
+    done = _done(note, identity)
+    if not path.exists() or path.stat().st_size != size:
+        done = 0
     if done == 0:
         note.unlink(missing_ok=True)  # an older one must not vouch for a file that is empty again
         _reserve(path, size)
@@ -106,6 +105,21 @@ def build(
                 write_json(note, {"identity": identity, "batches": number + 1})
             bar.update()
     return features
+
+
+def _done(note: Path, identity: Mapping[str, Any]) -> int:
+    """How many batches `note` says are done. Raises ValueError naming what differs if they are of something else."""
+    if not note.exists():
+        return 0
+    before = json.loads(note.read_text())
+    for name in sorted({*identity, *before["identity"]}):
+        was, now = before["identity"].get(name), identity.get(name)
+        if was != now:
+            raise ValueError(
+                f"{note.parent} holds features of a run with {name} {was!r}, and now it is {now!r}; "
+                "remove that folder, or train in another --workdir"
+            )
+    return before["batches"]
 
 
 def _start(example: Example) -> int:
