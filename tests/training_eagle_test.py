@@ -1,5 +1,7 @@
 """Training of EAGLE layers: what the training-time test computes is what decoding computes, in all variants."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +108,30 @@ def test_a_layer_of_more_kv_heads_starts_as_the_same_function(mesh):
 def test_kv_heads_that_do_not_group_the_targets_are_refused():
     with pytest.raises(ValueError, match="kv_heads 3 is not a multiple of the target's 2"):
         Eagle(**KIND, kv_heads=3).init(target(), jnp.array(IDS))
+
+
+def test_training_goes_on_from_a_draft_with_other_steps(tmp_path):
+    place_of, task = target(), Eagle(**KIND | {"steps": 1}, kv_heads=4)
+    first = task.init(place_of, jnp.array(IDS))
+    moved = jax.tree.map(lambda x: x + 0.01, first)
+    task.save(tmp_path, task.export(moved, IDS, place_of, about()))
+    again = Eagle(**KIND, kv_heads=4, start=str(tmp_path)).init(target(mesh=MESHES["eight"]), jnp.array(IDS))
+    assert jax.tree.structure(again) == jax.tree.structure(moved)
+    got = Eagle(**KIND, kv_heads=4).export(again, IDS, place_of, about()).tensors
+    for name, value in task.export(moved, IDS, place_of, about()).tensors.items():
+        np.testing.assert_array_equal(got[name], value)
+
+
+@pytest.mark.parametrize("change", [{"kv_heads": 2}, {"states": (0, 2)}, {"variant": "3.1"}, {"draft_vocab": 16}])
+def test_a_draft_of_another_kind_is_no_start(tmp_path, change):
+    place_of, task = target(), Eagle(**KIND, kv_heads=4)
+    task.save(tmp_path, task.export(task.init(place_of, jnp.array(IDS)), IDS, place_of, about()))
+    other = Eagle(**KIND | {"kv_heads": 4, "start": str(tmp_path)} | change)
+    ids = jnp.array(IDS) if other.draft_vocab == len(IDS) else jnp.arange(16)
+    with pytest.raises(ValueError, match="training cannot start from .* leave out start"):
+        other.init(place_of, ids)
+    with pytest.raises(ValueError, match="training cannot start from"):
+        dataclasses.replace(task, start=str(tmp_path)).init(place_of, jnp.arange(15) + 40)
 
 
 def test_a_layer_without_input_norm_starts_by_reading_what_the_targets_last_one_reads():

@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from specjax import cache
 from specjax.drafters.eagle import from_draft
-from specjax.loading.eagle import EagleDraft, parts, save_eagle
-from specjax.loading.target import taken_apart
+from specjax.loading.eagle import EagleDraft, load_eagle, parts, save_eagle
+from specjax.loading.target import fill, taken_apart
 from specjax.models.attention import Attention, Earlier
 from specjax.models.config import ModelConfig
 from specjax.models.eagle import EagleConfig, EagleLayer
@@ -35,7 +36,8 @@ SHAPES = {"chain": (4, 3, 1), "tree": (16, 5, 4)}  # nodes, depth, width
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eagle(Task):
-    """One EAGLE layer of `variant` 1, 3 or 3.1, which starts as the target's last layer.
+    """One EAGLE layer of `variant` 1, 3 or 3.1, which starts as the target's last layer, or as the draft in folder
+    `start`: with fewer steps first a run takes less time.
 
     `steps`: runs of the training-time test; `states`: the target's states that are fused, state i being what enters
     layer i (empty: 2, half of the layers, the third from the end, and the last layer's output). `kv_heads`: those of
@@ -51,6 +53,7 @@ class Eagle(Task):
     kv_heads: int = 0
     regression: float = 0.0
     noise: float = 0.0
+    start: str = ""
 
     spans = False
     save = staticmethod(save_eagle)
@@ -83,6 +86,18 @@ class Eagle(Task):
 
     def taps(self, config):
         return tuple(sorted({*self.fused(config), config.layers}))
+
+    def init(self, target, token_ids):
+        if not self.start:
+            return super().init(target, token_ids)
+        draft, wanted = load_eagle(self.start), parts(self._config(target.config, self.draft_vocab or None))
+        same_vocabulary = token_ids is None or np.array_equal(draft.token_ids, token_ids)
+        if parts(draft.config) != wanted or draft.taps != (self.fused(target.config) or None) or not same_vocabulary:
+            raise ValueError(
+                f"training cannot start from {self.start}, whose layer, states or draft vocabulary are others; "
+                "give the task and the data that trained it, or leave out start"
+            )
+        return fill(draft.tensors.__getitem__, wanted, self.declare(target)[1], target.mesh)
 
     def outputs(self, draft: EagleLayer, target: Transformer, batch: Batch, states, key=None):
         rows, tokens = batch.tokens.shape
