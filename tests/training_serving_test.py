@@ -9,6 +9,8 @@ import pytest
 from scripted import prompts, target
 
 from specjax import Engine, Sampling, trees
+from specjax.bench import layer_ids
+from specjax.loading.eagle import load_eagle
 from train_drafts import loop
 from train_drafts.data import Example
 from train_drafts.evaluate import Evaluation, Evaluator
@@ -20,7 +22,7 @@ from train_drafts.tasks import Eagle, Medusa, eagle, medusa
 CHAIN, NEW = 3, 1 + 4 * 4  # prefill's own token, then four full cycles
 TASKS = {
     "medusa": Medusa(heads=CHAIN + 1, layers=2, draft_vocab=97, decay=1.0),
-    "eagle": Eagle(steps=CHAIN, draft_vocab=97, loss="ce", decay=1.0),
+    "eagle": Eagle(steps=CHAIN, states=(1, 2), draft_vocab=97, loss="ce", decay=1.0),
 }
 SHAPES = {"medusa": {"chain": trees.chain(CHAIN)}, "eagle": {"chain": (CHAIN + 1, CHAIN, 1)}}
 
@@ -38,7 +40,7 @@ class Learnt:
 
 
 def learn(name: str, workdir: Path) -> Learnt:
-    engine = Engine(target("", hidden_size=64), "eager", chunk=16, max_context=64)
+    engine = Engine(target("", hidden_size=64, num_hidden_layers=3), "eager", chunk=16, max_context=64)
     asked = prompts((4, 5, 6, 7, 8, 9, 10, 11))
     answers = [result.tokens for result in engine.generate(asked, Sampling(max_new_tokens=NEW), batch_size=8)]
     examples = [
@@ -121,3 +123,21 @@ def test_the_finished_draft_serves_what_the_evaluation_said(name, request):
     stats = sum((result.stats for result in results[1:]), results[0].stats)
     assert stats == learnt.last.served["chain_T0"].stats
     assert [result.text for result in results] == learnt.last.served["chain_T0"].texts
+
+
+def test_a_draft_that_reads_the_layer_before_or_after_its_own_is_told_apart(layer):
+    """Each convention of counting layers, read by the other, is found to be off by one, and the right one by none."""
+    draft = load_eagle(layer.workdir)
+    for off in layer_ids.SHIFTS:
+        read = dataclasses.replace(draft, taps=tuple(tap + off for tap in draft.taps))
+        drafts = layer_ids.shifted(read, layer.engine.target.config.layers)
+        assert drafts.keys() == {shift for shift in layer_ids.SHIFTS if 0 <= 1 + off + shift <= 2}
+        found = dict(layer_ids.tokens_per_cycle(layer.engine, drafts, layer.prompts, NEW))
+        assert layer_ids.better(found) == -off
+        assert found[-off] == pytest.approx(layer.last.served["chain_T0"].stats.tokens_per_cycle)
+
+
+def test_layer_ids_of_a_draft_that_fuses_none_are_not_checked(layer):
+    draft = load_eagle(layer.workdir)
+    with pytest.raises(ValueError, match="reads the target's last state alone"):
+        layer_ids.shifted(dataclasses.replace(draft, config=dataclasses.replace(draft.config, states=0)), 3)
