@@ -32,7 +32,10 @@ VERSIONS = ("specjax", "jax", "jaxlib", "flax")
 
 flags.adopt_module_key_flags(common)
 METHODS = flags.DEFINE_string(
-    "methods", "eager,lookup", "Methods to measure, like medusa:tree8=DIR,eagle=DIR,eagle+lookup=DIR; eager always is."
+    "methods",
+    "eager,lookup",
+    "Methods to measure, like medusa:tree8=DIR,eagle+lookup=DIR (without =DIR the draft that is shipped for the "
+    "target); eager always is.",
 )
 WORKLOADS = flags.DEFINE_string("workloads", "all", "all, names like chat,rag, or a .jsonl or .json file of prompts.")
 PROMPTS = flags.DEFINE_integer("prompts_per_workload", 10, "Most prompts of each workload.", lower_bound=1)

@@ -24,7 +24,8 @@ flags.adopt_module_key_flags(common)
 METHOD = flags.DEFINE_string(
     "method",
     "eager",
-    "How to draft: eager, lookup or, with a trained draft, like medusa:tree8=DIR, eagle=DIR or eagle+lookup=DIR.",
+    "How to draft: eager, lookup or, with a trained draft, like medusa:tree8=DIR or eagle+lookup=DIR (without =DIR the "
+    "one that is shipped for the target).",
 )
 DRAFT = flags.DEFINE_string("draft", None, "Folder of the trained draft; the same as --method=METHOD=DIR.")
 PROMPT = flags.DEFINE_string("prompt", None, "The user's message.")

@@ -32,6 +32,7 @@ from specjax.drafters.eagle_drawn import DrawnEagle
 from specjax.drafters.lookup import Lookup
 from specjax.drafters.medusa import Medusa
 from specjax.drafters.prices import Prices
+from specjax.loading import shipped
 from specjax.loading.drafts import MedusaDraft, check_draft, load_draft
 from specjax.loading.eagle import EagleDraft, load_eagle
 from specjax.telemetry import say
@@ -89,8 +90,6 @@ def check(name: str, draft: str | None = None) -> None:
         raise ValueError(f"{name!r} draws a tree whose shape is fixed; leave out 'fixed' and 'coupled', or 'rejection'")
     if kind in UNTRAINED and draft is not None:
         raise ValueError(f"method {name!r} needs no trained draft, but {draft!r} was given; leave it out")
-    if kind not in UNTRAINED and draft is None:
-        raise ValueError(f"method {name!r} needs a trained draft; name its folder by {name}=DIR")
 
 
 def build(
@@ -103,9 +102,9 @@ def build(
 ) -> tuple[Drafter, Verifier]:
     """A method's name -> its drafter and verifier for `target` (a `decode.target.Target`).
 
-    `draft`: the folder of its trained draft; `costs`: prices that choose a tree where the name does not;
-    `template_args`: the chat template's variables in use. Raises ValueError or FileNotFoundError as `check` does, and
-    if the draft cannot be read or was trained for another target.
+    `draft`: the folder of its trained draft (None: the one that is shipped for the target); `costs`: prices that choose
+    a tree where the name does not; `template_args`: the chat template's variables in use. Raises ValueError or
+    FileNotFoundError as `check` does, and if there is no draft, or it cannot be read or was trained for another target.
     """
     check(name, draft)
     kind, *options = name.split(":")
@@ -114,7 +113,7 @@ def build(
         drafter = UNTRAINED[kind]()
     else:
         build_drafter = {"medusa": _medusa, "eagle": _eagle}[learned]
-        drafter = build_drafter(options, target, draft, costs, template_args)
+        drafter = build_drafter(options, target, draft or shipped.find(learned, target), costs, template_args)
     drafter = merged.with_lookup(drafter) if copying else drafter
     verifier = next((VERIFIERS[option] for option in options if option in VERIFIERS), TargetFirst)
     return drafter, verifier(drafter.depth)

@@ -263,8 +263,6 @@ def test_typical_acceptance_follows_its_rule_and_is_greedy_at_temperature_0():
     ("name", "draft", "told"),
     [
         ("medsa", None, "method 'medsa' is unknown; did you mean 'medusa'"),
-        ("medusa", None, "method 'medusa' needs a trained draft; name its folder by medusa=DIR"),
-        ("medusa:chain4", None, "name its folder by medusa:chain4=DIR"),
         ("medusa:bush4", "DIR", "has no option 'bush4'; it takes treeN, chainN, typical"),
         ("medusa:tree", "DIR", "has no option 'tree'"),
         ("medusa:tree1", "DIR", "leaves no node for a draft token"),

@@ -301,7 +301,6 @@ def test_a_name_merges_lookup_into_the_tree_that_it_asks_for(folders):
         ("medusa+lookup:typical", "DIR", "copied tokens, which need target-first verification; leave out"),
         ("medusa+lookup:tree8:typical", "DIR", "leave out 'typical' or '\\+lookup'"),
         ("eagle+lookup:typical", "DIR", "need target-first verification"),
-        ("eagle+lookup", None, "needs a trained draft; name its folder by eagle\\+lookup=DIR"),
         ("eagle+lokup", "DIR", "method 'eagle\\+lokup' is unknown; did you mean 'eagle\\+lookup'"),
         ("medusa+lookup:bush4", "DIR", "has no option 'bush4'; it takes treeN, chainN$"),
         ("eager+lookup", None, "method 'eager\\+lookup' is unknown"),
