@@ -1,6 +1,7 @@
 """What a benchmark tells people: tables, pictures, TensorBoard, one sentence. `results`: what results.json holds."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -47,9 +48,10 @@ def write(results: dict, folder: Path) -> None:
                 figure.savefig(folder / f"{name}-{where}.png", dpi=150)
                 writer.add_figure(f"{where}/{name}", figure, close=False)
             for run in runs:
+                method = re.sub("[:+]", "_", run["method"])  # which TensorBoard's names may not have
                 for name in SCALARS:
                     if run[name] is not None:
-                        writer.add_scalar(f"{where}/{name}/{run['method']}/{run['workload']}", run[name], 0)
+                        writer.add_scalar(f"{where}/{name}/{method}/{run['workload']}", run[name], 0)
         report = markdown(results)
         writer.add_text("report", report, 0)
     write_text(folder / "report.md", report)
