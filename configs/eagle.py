@@ -3,8 +3,8 @@
     python -m launch.distill --prompts=prompts.jsonl --out=data
     python -m launch.train --config=configs/eagle.py --data=data --workdir=runs/eagle
 
-The values are those that trained SmolLM2-135M-Instruct's layer on two CPU cores (README.md, Figures). Devices that are
-faster than that take more at once: --config.training.tokens_per_batch=16384 and so on. EAGLE-1:
+The batch is one for two CPU cores; what trained the layer that ships with specjax is in specjax/shipped/README.md.
+Devices that are faster than that take more at once: --config.training.tokens_per_batch=16384 and so on. EAGLE-1:
 --config.task.variant=1 --config.task.steps=1 --config.task.scale=0.1 --config.task.regression=1 --config.task.noise=0.1
 """
 
