@@ -21,8 +21,7 @@ def shifted(draft: EagleDraft, layers: int) -> dict[int, EagleDraft]:
     ValueError if it fuses no states."""
     if not draft.config.states:
         raise ValueError("an EAGLE-1 draft reads the target's last state alone; there are no layer ids to check")
-    taps = draft.taps or (2, layers // 2, layers - 3)
-    moved = {shift: tuple(tap + shift for tap in taps) for shift in SHIFTS}
+    moved = {shift: tuple(tap + shift for tap in draft.taps_among(layers)) for shift in SHIFTS}
     return {
         shift: dataclasses.replace(draft, taps=taps)
         for shift, taps in moved.items()

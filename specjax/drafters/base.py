@@ -4,8 +4,10 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
+from specjax import trees
 from specjax.sampling import SamplingState
 from specjax.trees import Draft
 
@@ -67,6 +69,20 @@ class Drafter(Protocol):
     def cut(self, state: Any, length: jax.Array) -> Any:
         """The state without what lies behind the first length [B] tokens, from which another text goes on. At least one
         more token of that text is one that the state has seen, and will be told again."""
+
+
+class FixedTree:
+    """What a drafter's plan is where its tree never changes: `parents` [T] (see `trees.layout`)."""
+
+    parents: tuple[int, ...]
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        return (len(self.parents),)
+
+    @property
+    def depth(self) -> int:
+        return trees.max_depth(np.array(self.parents))
 
 
 def last_of(old: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:

@@ -321,7 +321,7 @@ def from_draft(
             f"a tree of {nodes} nodes does not fit {guesses} guesses, {width} wide and {depth} deep; give 2 to "
             f"{guesses + 1} nodes, or let it be wider or deeper"
         )
-    taps = (draft.taps or (2, layers // 2, layers - 3)) if config.states else (layers,)
+    taps = draft.taps_among(layers) if config.states else (layers,)
     if config.states and (len(taps) != config.states or not all(0 <= tap <= layers for tap in taps)):
         raise ValueError(
             f"the draft fuses {config.states} target states, {', '.join(map(str, taps))} of {layers} layers; "

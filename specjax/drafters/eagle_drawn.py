@@ -17,6 +17,7 @@ from flax import nnx, struct
 
 from specjax import trees
 from specjax.drafters import eagle
+from specjax.drafters.base import FixedTree
 from specjax.drafters.eagle import Eagle
 from specjax.loading.eagle import EagleDraft
 from specjax.models.attention import Earlier
@@ -29,7 +30,7 @@ FIRST, FURTHER = 1 / 2, 1 / 3
 
 
 @struct.dataclass
-class DrawnEagle:
+class DrawnEagle(FixedTree):
     """An EAGLE layer over a fixed tree, `parents` and `ranks` [T] (see `trees.layout`), its nodes level by level.
 
     At temperature 0 a node's children are the most likely tokens, the most likely first. `eagle`: the layer; the sizes
@@ -39,14 +40,6 @@ class DrawnEagle:
     eagle: Eagle
     parents: tuple[int, ...] = struct.field(pytree_node=False)
     ranks: tuple[int, ...] = struct.field(pytree_node=False)
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        return (len(self.parents),)
-
-    @property
-    def depth(self) -> int:
-        return trees.max_depth(np.array(self.parents))
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from flax import nnx, struct
 from jax import lax
 
 from specjax import trees
-from specjax.drafters.base import last_of
+from specjax.drafters.base import FixedTree, last_of
 from specjax.loading.drafts import MedusaDraft
 from specjax.models.layers import rms_norm
 from specjax.models.medusa import MedusaHeads
@@ -22,7 +22,7 @@ from specjax.trees import Draft, Path
 
 
 @struct.dataclass
-class Medusa:
+class Medusa(FixedTree):
     """Medusa heads (Cai et al. 2024, arXiv 2401.10774) over a fixed tree.
 
     `heads`: their parameters, no more heads than the tree is deep; `norm` [D]: the target's final norm; `lm_head`
@@ -40,14 +40,6 @@ class Medusa:
     vocab_size: int = struct.field(pytree_node=False)
     eps: float = struct.field(pytree_node=False)
     tap: int = struct.field(pytree_node=False)
-
-    @property
-    def blocks(self) -> tuple[int, ...]:
-        return (len(self.parents),)
-
-    @property
-    def depth(self) -> int:
-        return trees.max_depth(np.array(self.parents))
 
     @property
     def taps(self) -> tuple[int, ...]:

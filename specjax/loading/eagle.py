@@ -59,6 +59,10 @@ class EagleDraft:
         """Width of the target that it reads from."""
         return self.config.target_width
 
+    def taps_among(self, layers: int) -> tuple[int, ...]:
+        """The states that are fused, of a target of so many layers."""
+        return self.taps or (2, layers // 2, layers - 3)
+
 
 def load_eagle(folder: str | Path) -> EagleDraft:
     """A draft folder in any of the layouts, or a training work directory that holds one as `draft` -> draft.
