@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from tensorboardX import SummaryWriter
@@ -46,7 +47,8 @@ def progress_bar(what: str, done: int, total: int, unit: str) -> tqdm:
 def summary_writer(folder: Path, resumed_at: int | None = None) -> SummaryWriter:
     """A TensorBoard event writer for `folder`; use it as a context manager. What an earlier run wrote from step
     `resumed_at` on is hidden."""
-    return SummaryWriter(str(folder), purge_step=resumed_at)
+    # tensorboardX names files by the second alone: a run resumed within one would overwrite what it goes on from.
+    return SummaryWriter(str(folder), purge_step=resumed_at, filename_suffix=f".{time.time_ns()}")
 
 
 def write_text(path: str | Path, text: str) -> None:
