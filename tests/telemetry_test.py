@@ -12,4 +12,10 @@ def test_a_writer_that_follows_at_once_adds_to_what_was_written_and_hides_what_i
                 writer.add_scalar("loss", 10 * start + step, step)
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 11), (2, 12), (3, 33), (4, 44), (5, 45)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (1, 11),
+        (2, 12),
+        (3, 33),
+        (4, 44),
+        (5, 45),
+    ]
